@@ -66,6 +66,7 @@ class Candidate:
         pp: Pipeline stages.
         checkpointing: True to recompute the activations of each block.
         stage: ZeRO stage of DeepSpeed.
+        offload: True to keep parameters, gradients and optimizer state in host memory.
     """
 
     strategy: str
@@ -79,6 +80,7 @@ class Candidate:
     pp: int = 1
     checkpointing: bool = False
     stage: int = 0
+    offload: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -99,7 +101,8 @@ class Candidate:
         if self.kind.has_engine:
             return f"{self.strategy}:{self.stage}"
         sizes = [(name, getattr(self, name)) for name in ("dp_replicate", "tp", "cp", "pp")]
-        return "+".join([self.strategy, *(f"{name}={size}" for name, size in sizes if size > 1)])
+        more = ["offload"] if self.offload else []
+        return "+".join([self.strategy, *more, *(f"{name}={size}" for name, size in sizes if size > 1)])
 
     @property
     def label(self) -> str:
@@ -123,6 +126,8 @@ class Candidate:
         options: dict[str, Any] = {}
         if self.checkpointing:
             options["activation_checkpointing"] = True
+        if self.offload:
+            options["cpu_offload"] = True
         if self.kind.has_engine:
             options["stage"] = self.stage
         if self.kind.is_sharded and self.dp_replicate > 1:
@@ -178,6 +183,8 @@ class Candidate:
             flags.append("--use_fsdp")
         if self.kind.has_engine:
             flags += ["--use_deepspeed", f"--zero_stage {self.stage}"]
+        if self.offload:
+            flags.append("--fsdp_offload_params true")
         if self.checkpointing:
             flags.append("--fsdp_activation_checkpointing true")
         if self._is_meshed:
@@ -210,6 +217,7 @@ class Candidate:
             found["fsdp_config"] = {
                 "fsdp_version": 2,
                 "fsdp_activation_checkpointing": self.checkpointing,
+                "fsdp_offload_params": self.offload,
             }
         if self.kind.has_engine:
             found["deepspeed_config"] = {"zero_stage": self.stage}
@@ -342,6 +350,10 @@ def _stages(cluster: Cluster, facts: Facts) -> Sizes:
             yield {"pp": size}, f"{facts.blocks} blocks do not fill {size} stages" if facts.blocks < size else ""
 
 
+def _offloaded(cluster: Cluster, facts: Facts) -> Sizes:
+    yield {"offload": True}, next(_several(cluster, facts))[1]
+
+
 def _zero(stage: int) -> Callable[[Cluster, Facts], Sizes]:
     def sizes(cluster: Cluster, facts: Facts) -> Sizes:
         missing = "" if find_spec("deepspeed") else 'it needs DeepSpeed: pip install "drivetrain[deepspeed]"'
@@ -358,6 +370,7 @@ WAYS: dict[str, tuple[str, Callable[[Cluster, Facts], Sizes]]] = {
     "single": ("single", _one),
     "ddp": ("ddp", _several),
     "fsdp": ("fsdp", _several),
+    "fsdp+offload": ("fsdp", _offloaded),
     "hsdp": ("fsdp", _replicas),
     "tp": ("parallel", _tensor),
     "fsdp+tp": ("parallel", _sharded_tensor),

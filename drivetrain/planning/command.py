@@ -39,7 +39,9 @@ _VARIED = ("batch", "seq", "world")
 @click.option("--seq", type=int, metavar="N", help="Tokens of a sequence, for a config.json.")
 @click.option("--batch", metavar="N,N", help="Rows of a micro-batch in each process. Several are compared.")
 @click.option(
-    "--strategies", metavar="NAME,NAME", help="Of single, ddp, fsdp, hsdp, tp, fsdp+tp, cp, pp, deepspeed:1 to 3."
+    "--strategies",
+    metavar="NAME,NAME",
+    help="single, ddp, fsdp, fsdp+offload, hsdp, tp, fsdp+tp, cp, pp, deepspeed:1 to 3.",
 )
 @click.option("--precision", default="bf16", show_default=True, metavar="NAME,NAME", help="Precisions to compare.")
 @click.option("--recompute", type=click.Choice(["both", "yes", "no"]), default="both", help="Recompute activations.")

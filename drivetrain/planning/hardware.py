@@ -65,6 +65,7 @@ class Cluster:
         launch: Seconds that an operation takes at least.
         latency: Seconds that a collective takes at least, for each doubling of its processes.
         disk_speed: Bytes per second that a machine writes to checkpoint storage.
+        host_memory_speed: Bytes per second of a machine's host memory, where offloaded optimizers compute.
     """
 
     device: Device
@@ -75,6 +76,7 @@ class Cluster:
     launch: float = 3e-6
     latency: float = 1e-5
     disk_speed: float = 2 * _GB
+    host_memory_speed: float = 200 * _GB
 
     @property
     def world_size(self) -> int:

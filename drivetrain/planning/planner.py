@@ -76,6 +76,7 @@ class Result:
         return {
             **found,
             "peak_bytes": round(self.estimate.peak),
+            "host_bytes": round(self.estimate.host),
             "bytes": {kind: round(size) for kind, size in self.estimate.kinds.items()},
             "peak_at": {"phase": phase, "module": module},
             "seconds": self.estimate.seconds,
@@ -126,9 +127,12 @@ class Plan:
             assert least.estimate is not None
             return (
                 f"Nothing fits: {least.candidate.label} needs least, {as_bytes(least.estimate.peak)} of "
-                f"{as_bytes(least.memory)}. Use more devices, a smaller batch or shorter sequences."
+                f"{as_bytes(least.memory)}. Use more devices, a smaller batch, shorter sequences, or --strategies "
+                "fsdp+offload."
             )
         need = f"it needs {as_bytes(best.estimate.peak)} of {as_bytes(best.memory)} in each device"
+        if best.candidate.offload:
+            need += f" and {as_bytes(best.estimate.host * best.cluster.devices)} of host memory in each machine"
         others = [result for result in counted if result.candidate.strategy != best.candidate.strategy]
         second = next((result for result in others if result.fits), None)
         larger = next((result for result in others if not result.fits), None)
@@ -288,8 +292,9 @@ def plan(
         inputs: Shapes of the model's inputs, such as `"8x128:int64"`. The first dimension is the batch.
         seq: Tokens of a sequence, for a config.json.
         batch: Rows of a micro-batch in each process, or several to compare. Default: those of `inputs` or the script.
-        strategies: Names of `single`, `ddp`, `fsdp`, `hsdp`, `tp`, `fsdp+tp`, `cp` and `pp`. Default: all but `pp`,
-            which takes minutes for large models.
+        strategies: Names of `single`, `ddp`, `fsdp`, `fsdp+offload`, `hsdp`, `tp`, `fsdp+tp`, `cp`, `pp` and
+            `deepspeed:1` to `deepspeed:3`. Default: all but offloading, and `pp` and DeepSpeed, which take minutes for
+            large models.
         precisions: Names of precisions.
         recompute: Whether to recompute the activations of blocks, or both values to compare.
         optimizer: Name of the optimizer. A script's own optimizer is used in place of it.

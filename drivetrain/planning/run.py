@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from drivetrain.planning.candidates import Candidate, Facts
 from drivetrain.planning.hardware import Cluster
 from drivetrain.planning.loading import load, place_of
-from drivetrain.planning.simulate import Recorder, Step, is_backward
+from drivetrain.planning.simulate import HOST, OFFLOADED, Recorder, Step, is_backward
 from drivetrain.planning.timing import crosses_machines, time_of
 from drivetrain.planning.workload import Loaded, Workload
 from drivetrain.runtime import observer
@@ -103,6 +103,11 @@ class Estimate:
         return self.peaks[self.place].bytes
 
     @property
+    def host(self) -> float:
+        """Most bytes of host memory that the strategy uses at once in a process."""
+        return max(peak.kinds.get(HOST, 0.0) for peak in self.peaks.values())
+
+    @property
     def kinds(self) -> dict[str, float]:
         """Peak memory by kind, such as parameters or activations, in bytes."""
         return self.peaks[self.place].kinds
@@ -137,7 +142,7 @@ def estimate(
 def _estimate(workload: Workload, loaded: Loaded, candidate: Candidate, cluster: Cluster, seq: int | None) -> Estimate:
     steps = simulate(workload, candidate, seq, loaded)
     largest = max(steps, key=lambda step: step.peak)
-    time = time_of(steps, cluster, candidate.pp, candidate.accumulation)
+    time = time_of(steps, cluster, candidate.pp, candidate.accumulation, candidate.offload)
     traffic: dict[str, tuple[float, float]] = {}
     for each in largest.collectives:
         where = " between machines" if crosses_machines(each, cluster) else ""
@@ -232,7 +237,7 @@ def _on_rank(
         strategy.setup(state)
         fake = None if workload.sample_inputs else FakeTensorMode(allow_non_fake_inputs=True)
         mode = nullcontext() if fake is None else fake
-        recorder = Recorder(fake)
+        recorder = Recorder(fake, OFFLOADED if candidate.offload else ())
         module = StepModule(copy.deepcopy(loaded.task))
         if candidate.kind.has_buckets:
             module.presence = nn.Parameter(torch.zeros((), device="meta"))  # as in `DDP.prepare`
@@ -279,7 +284,7 @@ def _on_rank(
                 run.step([batch] * candidate.accumulation)
         found = recorder.step
         found.parameters = total
-        found.checkpoint_bytes = recorder.by_kind["parameters"] + recorder.by_kind["optimizer"]
+        found.checkpoint_bytes = sum(recorder.by_kind[kind] for kind in ("parameters", "optimizer", HOST))
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporary", "inputs")
 """Kinds of memory, by use."""
+HOST = "host"
+"""Kind of what is in host memory, whatever its use."""
+OFFLOADED = ("parameters", "gradients", "optimizer")
+"""Kinds that a strategy with offloading keeps in host memory."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +206,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         fake: The mode of the tensors to count. Others are shapes that torch and strategies compute.
+        on_host: Kinds that are in host memory. They are counted together as the kind `"host"`, and in no peak.
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None, on_host: Collection[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.steps = self.prepares = False
+        self._on_host = on_host
         self.modules = ModuleNames()
         self.parameters: Sequence[Tensor] = ()
         self.step = Step()
@@ -247,8 +253,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(key)
         if known is not None:
             if known[1] != kind and moves:
-                self.by_kind[known[1]] -= known[0]
-                self.by_kind[kind] += known[0]
+                self._change(known[1], -known[0])
+                self._change(kind, known[0])
                 self._known[key] = (known[0], kind)
             return
         self._known[key] = (size, kind)
@@ -266,12 +272,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, kind = self._known.pop(key)
         self._numbers.pop(key, None)
         self._gathered.pop(key, None)
-        self.current -= size
-        self.by_kind[kind] -= size
+        self._change(kind, -size)
+
+    def _change(self, kind: str, size: int) -> None:
+        kind = HOST if kind in self._on_host else kind
+        self.by_kind[kind] += size
+        if kind != HOST:
+            self.current += size
 
     def _count(self, size: int, kind: str) -> None:
-        self.current += size
-        self.by_kind[kind] += size
+        self._change(kind, size)
         if size > 0 and self.records:
             place = (self.phase, self.module)
             if self.current > self.step.peaks.get(place, _NOTHING)[0]:
@@ -330,8 +340,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _kind_of_new(self) -> str:
-        if self.prepares:
-            return "optimizer"  # besides parameters, an engine makes its master weights
+        # Besides parameters, an engine makes its master weights. An optimizer on the host computes there.
+        if self.prepares or (self.steps and "optimizer" in self._on_host):
+            return "optimizer"
         return "activations" if self.phase == "forward" else "temporary"
 
     def _read_number(self, tensor: Tensor, func: Any) -> Any:
@@ -354,7 +365,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = (*read, *(read if name == "all_gather_copy_in" else written))
         size = sum(each.numel() * each.element_size() for each in moved)
         self.step.events.append(Event(name, self.phase, flops, dtype, size, self._ids(read), self._ids(written)))
-        self.step.timeline.append((self.phase, self.module, dict(self.by_kind)))
+        held = {kind: size for kind, size in self.by_kind.items() if kind != HOST}
+        self.step.timeline.append((self.phase, self.module, held))
 
     def _record_collective(self, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         operation, position = _COLLECTIVES[name]

@@ -64,9 +64,19 @@ def crosses_machines(collective: Collective, cluster: Cluster) -> bool:
     return len({rank // cluster.devices for rank in collective.ranks}) > 1
 
 
-def time_of(steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatches: int = 1) -> StepTime:
-    # `steps` holds one record for each kind of rank, such as the first and the last pipeline stage.
-    times = [_Clock(cluster).run(step.events) for step in steps]
+def time_of(
+    steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatches: int = 1, offload: bool = False
+) -> StepTime:
+    """Predict the duration of a training step from the operations recorded on each kind of rank.
+
+    Args:
+        steps: What was counted, on each kind of rank.
+        cluster: The devices.
+        stages: Pipeline stages.
+        microbatches: Micro-batches of a step, between which stages wait for each other.
+        offload: True if parameters, gradients and optimizer state are in host memory, where the optimizer computes.
+    """
+    times = [_Clock(cluster, offload).run(step.events) for step in steps]
     longest = max(times, key=lambda time: time.seconds)
     if stages == 1:
         return longest
@@ -78,8 +88,8 @@ def time_of(steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatch
 class _Clock:
     """Simulation of a device's streams, which finds when each operation of a step ends."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, offload: bool = False) -> None:
+        self._cluster, self._offload = cluster, offload
         self._free: dict[object, float] = {}
         self._ready: dict[int, float] = {}
         self._host = self._computing = 0.0
@@ -92,7 +102,7 @@ class _Clock:
             collective = event.collective
             stream: object = "compute"
             if collective is not None:
-                duration = seconds_of(collective, self._cluster)
+                duration = seconds_of(collective, self._cluster) + self._copied(collective)
                 stream = collective.ranks
                 if event.name.endswith("_") and collective.operation in ("reduce_scatter", "all_reduce"):
                     received.update(event.writes)
@@ -112,8 +122,17 @@ class _Clock:
         total = max(self._free.values(), default=0.0)
         return StepTime(total, self._computing, max(0.0, total - self._computing))
 
+    def _copied(self, collective: Collective) -> float:
+        """Return how long the shards of a collective are copied from or to host memory."""
+        parts = {"all_gather": 1, "reduce_scatter": len(collective.ranks)}  # of its bytes, those of this process
+        if not self._offload or collective.operation not in parts:
+            return 0.0
+        return collective.bytes / parts[collective.operation] / self._cluster.device.host_speed
+
     def _duration(self, event: Event) -> float:
         device = self._cluster.device
+        if self._offload and event.phase == "step":
+            return event.bytes * self._cluster.devices / self._cluster.host_memory_speed
         arithmetic = event.flops / (device.matrix_share * device.flops(event.dtype)) if event.flops else 0.0
         return max(arithmetic, event.bytes / (self._cluster.memory_share * device.memory_speed))
 

@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "world_size": 2},
     "fsdp": {"strategy": "fsdp", "world_size": 2},
     "fsdp4": {"strategy": "fsdp", "world_size": 4},
+    "fsdp+offload": {"strategy": "fsdp", "world_size": 2, "offload": True},
     "hsdp": {"strategy": "fsdp", "world_size": 4, "dp_replicate": 2},
     "tp": {"strategy": "parallel", "world_size": 2, "tp": 2},
     "fsdp+tp": {"strategy": "parallel", "world_size": 4, "tp": 2},
@@ -57,7 +58,7 @@ def test_prediction_equals_what_devices_count(candidate: Candidate, optimizer: s
         assert step.peak == pytest.approx(real["peak"], rel=0.005)
         sent = Counter((each.operation.replace("_", ""), len(each.ranks), each.bytes) for each in step.collectives)
         assert sent == Counter((name.replace("_", ""), ranks, size) for name, ranks, size in real["calls"])
-    if candidate.pp == 1:
+    if candidate.pp == 1 and not candidate.offload:  # what the host computes takes no simulated time
         assert _seconds(steps, candidate) == pytest.approx(counted[0]["seconds"], rel=0.1)
 
 

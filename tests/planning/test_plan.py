@@ -124,6 +124,18 @@ def test_wrong_candidates_are_refused(given: dict[str, list[int | str]], said: s
         candidates(read_hardware("2xL4-24GB"), Facts(), **options)  # type: ignore[arg-type]
 
 
+def test_offloading_needs_host_memory_instead_of_the_devices() -> None:
+    cluster = read_hardware("2xL4-24GB")
+    (candidate,), _ = candidates(cluster, Facts(), [4], ["fsdp+offload"], recompute=(False,))
+    assert (candidate.way, "--fsdp_offload_params true" in candidate.flags(cluster)) == ("fsdp+offload", True)
+    kept = estimate(SMALL, replace(candidate, offload=False), cluster)
+    moved = estimate(SMALL, candidate, cluster)
+    states = 16 * kept.parameters / 2
+    assert moved.host >= states
+    assert moved.peak <= kept.peak - 0.9 * 12 * kept.parameters / 2
+    assert moved.seconds > kept.seconds
+
+
 def test_stages_of_deepspeed_are_candidates() -> None:
     pytest.importorskip("deepspeed")
     found, refused = candidates(read_hardware("2xL4-24GB"), Facts(), [1], ["deepspeed:2"], recompute=(False,))
