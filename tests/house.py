@@ -446,19 +446,19 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3347),
-    "callbacks": (33, 7598),
+    "accelerator": (12, 3348),
+    "callbacks": (33, 7600),
     "checkpoint": (13, 3175),
     "cli": (18, 1580),
     "compat": (193, 12047),
     "data": (14, 3003),
     "inference": (24, 5420),
-    "launch": (15, 4227),
-    "planning": (13, 2564),
+    "launch": (15, 4228),
+    "planning": (13, 2602),
     "runtime": (25, 3701),
-    "strategies": (57, 11106),
-    "trackers": (18, 2959),
-    "trainer": (46, 9731),
+    "strategies": (57, 11115),
+    "trackers": (18, 2960),
+    "trainer": (46, 9732),
     "verification": (10, 1754),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
