@@ -222,10 +222,6 @@ def save_safetensors(
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
-    """Return the weights of one submodule, without its prefix in their names.
-
-    If `module` is None, return all weights.
-    """
     if module is None:
         return dict(weights)
     prefix = f"{module}."
@@ -268,7 +264,6 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
 
 
 def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
-    """Return a tensor's entry in the exported file, and a function that reads its values."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
@@ -276,7 +271,6 @@ def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | No
 
 
 def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a tensor in blocks, converted to `dtype`."""
     own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
     # Only parts that are split along the first dimension can be written one after the other.
@@ -288,6 +282,7 @@ def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dt
     for chunk in chunks:
         place = checkpoint.tensors.place_of(key, chunk.offsets)
         listed, path = checkpoint.manifest.files[place.file], checkpoint.tensors.path_of(place.file)
+        # Block by block, so that the whole tensor is never in memory.
         for block in read_range(checkpoint.storage, path, listed, place.start, place.nbytes):
             yield torch.frombuffer(block, dtype=own).to(dtype)
 
@@ -431,7 +426,7 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill existing tensors with the weights of these names."""
+        """Copy each weight whose name is a key of `targets` into the tensor there, several at a time."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
@@ -440,11 +435,11 @@ class Weights(Mapping[str, Tensor]):
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the memory-mapped file with a weight, or None if it must be copied."""
+        """Return the memory-mapped file with the weight `name` and its name there, or None to copy the weight."""
         return None
 
     def tied(self) -> dict[str, str]:
-        """Map the names of tied weights to the names under which they are stored."""
+        """Return the names for which the files hold no tensor, with the name of the tensor to use instead."""
         return dict(self.same)
 
 
@@ -680,7 +675,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(content: bytes, path: str) -> dict[str, str]:
-    """Map weights to file names, from the JSON content of a weight index."""
+    """Return which file has each weight, from the JSON text of an index such as `model.safetensors.index.json`."""
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
@@ -775,7 +770,7 @@ def load_over_processes(
     broadcast: bool,
     keep_in_fp32: Collection[str] = (),
 ) -> None:
-    """Load weights into a model, which may be sharded over processes.
+    """Load weights from files or a dict into a model, whose parameters may be sharded over processes.
 
     All processes must call the function.
 

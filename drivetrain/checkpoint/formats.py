@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Facts about a run that drivetrain recorded in another tool's checkpoint file."""
+    """What drivetrain has recorded about its run in a checkpoint file of another tool's format."""
 
     world_size: int  # processes that wrote the file
     step: int | None
@@ -79,16 +79,14 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint in this format.
+        """Convert another tool's checkpoint to two states of a run: that of all processes and that of `rank`.
 
-        Returns the state that all processes share, and the state of process `rank` or None.
-
-        See `read_foreign`.
+        The second state may be None. The arguments are those of `read_foreign`.
         """
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return the facts that drivetrain recorded in a file of this format, or None.
+        """Return what drivetrain recorded about its run in the checkpoint file at `path`, or None if nothing.
 
         Args:
             path: The local file. Links are not allowed.
@@ -144,7 +142,9 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): this format can only be read, not written.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of a checkpoint, or None to use the standard reader.
+        """Read a checkpoint that a run resumes from, or return None to let drivetrain read it as usual.
+
+        Override it for checkpoints that drivetrain cannot read by itself.
 
         Args:
             path: The checkpoint's path.
@@ -167,7 +167,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if a new checkpoint may overwrite what is at `path`.
+        """Return True if saving a checkpoint to `path` may overwrite the file or directory that is there.
 
         Args:
             path: The path.
@@ -179,7 +179,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if a checkpoint can have a second name, such as `last`.
+        """Return True if a checkpoint in `directory` may also get a second name, such as a link `last`.
 
         Args:
             directory: The directory or URL.
@@ -229,7 +229,7 @@ def read_foreign(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read a checkpoint in another tool's format, without executing code from it.
+    """Read another tool's checkpoint as the states of a drivetrain run, without executing code from it.
 
     Args:
         path: A local file or directory, an opened file, or its content.
@@ -263,7 +263,6 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return the facts that drivetrain recorded in another tool's checkpoint, or None."""
     if os.path.islink(path) or not os.path.isfile(path):
         return None
     return next((found for each in formats() if (found := each.written(path)) is not None), None)

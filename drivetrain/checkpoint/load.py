@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if the checkpoint has the same tensors as the model, with equal shapes."""
+        """True if the model and the checkpoint have tensors of equal names and shapes."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Checkpoint:
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Return the content of one of the checkpoint's JSON files, with keys in place of tensors."""
+        """Return the checkpoint's JSON file `name` as a dict, in which a key stands for each tensor."""
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         if type(packed) is not dict or is_tagged(packed):
@@ -100,7 +100,7 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read the state that all processes share, such as models and optimizers.
+        """Read from the checkpoint what all processes share, such as the states of models and optimizers.
 
         Args:
             only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.
@@ -126,7 +126,7 @@ class Checkpoint:
         return tree, report
 
     def own(self, rank: int) -> Any:
-        """Read the state of one rank, such as that of its random generators."""
+        """Read from the checkpoint what only process `rank` has saved, such as its random generators' state."""
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
@@ -159,7 +159,6 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Rebuild a nested state from JSON, with its tensors read into `targets`."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -217,7 +216,7 @@ class Checkpoint:
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Compare the tensors of a state dict with those of a saved one.
+    """Report how the names and tensor shapes of the state dict `saved` differ from those of `wanted`.
 
     Args:
         wanted: The state dict to be filled.
@@ -238,8 +237,8 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Return some entries of a JSON-encoded state, given by paths such as `engine/models`."""
     part: dict[str, Any] = {}
+    # A path is a top-level key, or two keys such as `engine/models`.
     for path in only:
         head, _, rest = path.partition("/")
         if path in packed:

@@ -41,7 +41,6 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON, with a checksum of itself."""
         content = {
             "format": FORMAT,
             "version": self.version,
@@ -233,7 +232,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Paths of the model and optimizer states within the nested state of a checkpoint.
+    """Where a checkpoint keeps the states of models and optimizers, as paths of keys in its nested dict.
 
     Attributes:
         models: The path of the models' states.
@@ -246,7 +245,6 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """Return model or optimizer states nested as they are in the checkpoint."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -270,7 +268,7 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the shared state of an older checkpoint to the current schema."""
+    """Return a checkpoint's state of all processes with today's keys, even if an older version wrote it."""
     if "engine" in shared:
         found = {"driver": {}, "kept": [], **shared}
         for name, kind in (("engine", Mapping), ("driver", Mapping), ("kept", list)):
@@ -301,7 +299,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the state of one process in an older checkpoint to the current schema."""
+    """Return a checkpoint's state of one process with today's keys, even if an older version wrote it."""
     if "engine" in own:
         return dict(own)
     return {

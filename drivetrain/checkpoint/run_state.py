@@ -192,7 +192,7 @@ def read_shared(
     only: Collection[str] | None = None,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
-    """Read the state that all processes share from a checkpoint of any format.
+    """Read what all processes share, such as models and optimizers, from a checkpoint of any known format.
 
     Args:
         path: The checkpoint.

@@ -87,8 +87,8 @@ class MappedFile:
         return (flat if aligned else flat.clone().view(dtype)).reshape(shape)
 
     def is_aligned(self, name: str) -> bool:
-        """Return True if a tensor can use the mapped file's memory without a copy."""
         place = self.placed[name]
+        # Otherwise the tensor must be copied from the mapped memory.
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
@@ -130,13 +130,13 @@ class MappedFile:
 
 
 def _mapping(file: int) -> mmap.mmap:
-    """Map a file into memory, so that changes never reach the file."""
     # An empty file cannot be mapped.
     if os.fstat(file).st_size == 0:
         return mmap.mmap(-1, 1)
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     try:
+        # Private, so that changes of tensors never reach the file.
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:  # the system reserves memory for all pages that could be changed
         return mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)

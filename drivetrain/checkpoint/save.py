@@ -62,7 +62,7 @@ _SMALLEST_SPLIT = 64 << 20
 
 
 class Save:
-    """Save of one checkpoint by all processes together.
+    """One save of a checkpoint, which all processes carry out together: they plan, copy and write tensors.
 
     The constructor separates plain values from tensors and decides which process writes which tensor. After `copy`, the
     caller may change the tensors. Without `copy`, it must leave them unchanged until `run` has returned.
@@ -96,7 +96,6 @@ class Save:
         self._items: list[WriteItem] = self._planner.finish_plan(share).items
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
-        """Separate tensors from other values, and plan which tensors this process can write."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -130,7 +129,7 @@ class Save:
         return [(share, token) for share in shares]
 
     def copy(self) -> None:
-        """Copy this process's tensors to host memory, so that training may go on.
+        """Copy this process's tensors to CPU memory, so that training may change them before `run` writes them.
 
         An error is raised later, by `run`.
         """
@@ -162,7 +161,6 @@ class Save:
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files, and return their hashes and the tensors' places."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -199,7 +197,6 @@ class Save:
     def _publish(
         self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]
     ) -> list[None]:
-        """Complete the checkpoint on rank 0, and move it to its final path."""
         storage = self._storage
         files = {name: digest for each, _ in written for name, digest in each.items()}
         places = {index: one for _, each in written for index, one in each.items()}
@@ -220,6 +217,7 @@ class Save:
                 )
         manifest = Manifest(files, self._peers.size, self._step, time.time(), self._data, self._finite_loss)
         storage.publish(place, self.directory, self._token, manifest.to_bytes())
+        # One item for each process, as `Peers.combine` expects.
         return [None] * self._peers.size
 
 
@@ -230,13 +228,13 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Divide tensors into files of similar size, to write them in parallel."""
     entries = []
     for item in items:
         data = item.tensor_data
         assert data is not None
         chunk = data.chunk
         entries.append(Entry.of_part(item.index.fqn, data.properties.dtype, data.size, chunk.offsets, chunk.sizes))
+    # Files of similar size can be written in parallel.
     # -(-a // b) divides and rounds up.
     limit = min(LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(entry.nbytes for entry in entries) // WORKERS)))
     files: list[list[tuple[WriteItem, Entry]]] = []
@@ -270,7 +268,7 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a temporary directory for files that hooks add to a checkpoint.
+    """Create a temporary directory for files that hooks write, which a save then moves into its checkpoint.
 
     Call it on all processes.
 
@@ -327,7 +325,7 @@ class PendingSave:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Return True if the save has ended, with or without an error."""
+        """Return True if this save of a checkpoint has ended, with or without an error."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -351,7 +349,7 @@ class PendingSave:
             raise self._error
 
     def claim(self) -> None:
-        """Mark the error of this save as handled, so that only `wait` raises it.
+        """Let only `PendingSave.wait` raise the error of this save, for a caller that handles it there.
 
         `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
         """
@@ -370,7 +368,7 @@ class PendingSave:
         self._call(callback)
 
     def failed(self) -> bool:
-        """Return True if the save has ended with an error."""
+        """Return True if this save of a checkpoint has ended with an error."""
         return self._error is not None
 
     def _finish(self, error: BaseException | None) -> None:
@@ -427,7 +425,7 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Save a checkpoint, once the previous save has ended.
+        """Save a checkpoint to `directory`, at once or in the background, after the previous save has ended.
 
         All processes must call the method.
 
@@ -458,17 +456,17 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing. Deprecated: tensors may be changed once a background save has returned."""
+        """Do nothing, since tensors may be changed once a background save has returned. Deprecated."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def staging_bytes(self) -> int:
-        """Size of the memory that is kept between saves. Deprecated: always 0."""
+        """Always 0, because no memory is kept between two saves. Deprecated."""
         return 0
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
     def release(self) -> None:
-        """Wait until the running save has ended. Deprecated in favor of `finish`."""
+        """Wait until the background save has ended, without raising its error. Deprecated: use `finish`."""
         self._wait_quietly()
 
     @property
@@ -508,7 +506,7 @@ class SaveQueue:
             self._running._finished.wait()
 
     def report(self) -> None:
-        """Log the error of a failed background save when the interpreter exits."""
+        # Called when the interpreter exits.
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was not saved: {self.failed._error}", main_process_only=False)
@@ -521,7 +519,7 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 
 def save_queue(state: PartialState) -> SaveQueue:
-    """Return the only `SaveQueue` of this process."""
+    """Return the queue that saves all of this process's checkpoints, and create it on the first call."""
     shared = PartialState.registry()
     if _QUEUE not in shared:
         shared[_QUEUE] = SaveQueue(state)
@@ -573,19 +571,14 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Return the failure of the lowest rank that has failed, on all processes, or None."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
         _exchange(dist.all_gather_object, failures, failure, group=self._group)
+        # All processes return the failure of the lowest rank that has failed.
         return next((one for one in failures if one is not None), None)
 
     def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
-        """Run `work` on every process, and let rank 0 decide from all results.
-
-        Return this process's item of the list that `decide` returned. If a call failed, all processes get the first
-        `Failure`.
-        """
         if self._group is None:
             return self.attempt(lambda: decide([work()])[0])
         results = self.gather(self.attempt(work))
@@ -596,6 +589,7 @@ class Peers:
             decided = decided or self.attempt(lambda: decide(results))
             if isinstance(decided, Failure):
                 decided = [decided] * self.size
+        # Each process gets its own item of the list from `decide`, or all get the first failure.
         return self.scatter(decided)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
@@ -636,12 +630,9 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 def _own_group(state: PartialState) -> Any:
-    """Return the gloo process group that is used for checkpoints only.
-
-    Its collectives must not interleave with those of the training.
-    """
     shared = PartialState.registry()
     if _GROUP not in shared:
+        # Only for checkpoints: their collectives must not interleave with those of the training.
         shared[_GROUP] = dist.new_group(backend="gloo")
         state.before_leaving(lambda: shared.pop(_GROUP, None))
     return shared[_GROUP]

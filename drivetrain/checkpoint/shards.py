@@ -62,7 +62,6 @@ class TensorIndex:
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
-        """Return the parts of tensors in each of the checkpoint's files."""
         found: dict[str, list[Part]] = {}
         for part in self._parts.values():
             if part.place.nbytes:
@@ -118,16 +117,13 @@ class TensorIndex:
         return list(values)
 
     def _check_files(self) -> None:
-        """Raise an error if the index assigns the same bytes to two tensors.
-
-        Otherwise a small file could expand to a huge amount of memory.
-        """
         ends: dict[str, tuple[int, str]] = {}
         for part in sorted(self._parts.values(), key=lambda one: (one.place.file, one.place.start)):
             place = part.place
             if not place.nbytes:
                 continue
             end, before = ends.get(place.file, (0, ""))
+            # If tensors could share bytes, a small file could expand to a huge amount of memory.
             if place.start < end:
                 raise self._damaged(part.entry.name, f"overlaps {before} in {place.file}")
             ends[place.file] = (place.start + place.nbytes, part.entry.name)
@@ -137,7 +133,6 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Raise an error if a safetensors header contradicts the checkpoint's index."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -153,7 +148,6 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
 
 
 def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two parts of a tensor that overlap, or None if there are none."""
     if len(chunks) < 2:
         return None
     # Sweep along the dimension with the most distinct offsets, where few parts reach beyond the next start.
@@ -183,7 +177,7 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Checkpoint file that is read from start to end, with an optional hash check."""
+    """Checkpoint file from which byte ranges are read, and whose hash can be checked along the way."""
 
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
@@ -241,10 +235,7 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Yield the blocks of a byte range of a checkpoint file.
-
-    All blocks use one buffer, so use each block before the next one is read.
-    """
+    # All blocks use this buffer, so each must be used before the next one is read.
     buffer = memoryview(bytearray(min(BLOCK, length)))
     with FileStream(storage, path, listed, hashes=False) as stream:
         for done in range(0, length, BLOCK):
@@ -299,7 +290,6 @@ class SafetensorsReader(StorageReader):
         return self._storage.join(self._directory, self._manifest.data, name)
 
     def unread(self) -> list[str]:
-        """Return the checkpoint's files from which no tensor has been read."""
         return [name for name in self._manifest.files if name not in self._read_files]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -317,7 +307,6 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Raise an error if a file's header contradicts the checkpoint's index."""
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)

@@ -89,11 +89,9 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 class Reader(Protocol):
     """Protocol of files that `Storage.open` returns."""
 
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read into a buffer, and return the number of bytes read."""
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
 
-    def seek(self, offset: int, /) -> int:
-        """Continue reading at a byte offset from the start of the file."""
+    def seek(self, offset: int, /) -> int: ...
 
     def close(self) -> None:
         """Close the file."""
@@ -153,22 +151,20 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Return the temporary path of a new checkpoint, and the folder name in its manifest.
+        """Return where to write a new checkpoint's files before it is published, and the name of their subfolder.
 
         The name is empty if publishing renames the whole directory.
         """
 
     @abstractmethod
-    def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Create the temporary directory of a new checkpoint, with subdirectories."""
+    def begin(self, place: str, folders: tuple[str, ...]) -> None: ...
 
     @abstractmethod
-    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write a file to disk, and return its size and hash."""
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest: ...
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Write a finished checkpoint's manifest, and make it available as `directory`.
+        """Turn the finished files in `place` into the checkpoint `directory`, by adding the manifest.
 
         An older checkpoint of this name is replaced.
         """
@@ -179,7 +175,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint, so that an interruption leaves no incomplete one."""
+        """Remove a checkpoint in an order in which, after a crash, its remains do not look like a checkpoint."""
 
     # names
 
@@ -297,10 +293,6 @@ class LocalStorage(Storage):
         self.replace(place, directory, token)
 
     def replace(self, place: str, path: str, token: str) -> None:
-        """Rename a finished directory or file to its final path.
-
-        If this fails, an older one at the path is restored.
-        """
         # Sync the directories before the rename, so that a crash cannot leave an incomplete checkpoint.
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
@@ -348,7 +340,6 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Flush a file to disk, and return its size and SHA-256 hash."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)
@@ -525,7 +516,7 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Return a dict that identifies a running process on any machine."""
+    """Return the host, id and start time of this process, by which others can see later if it still runs."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
@@ -591,7 +582,6 @@ def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
 
 
 def _is_in_use(path: str, match: re.Match[str]) -> bool:
-    """Return True if the process that made a temporary path may still use it."""
     what, (root, _) = match["what"], os.path.split(path)
     if match.re is _LEFT_FILE:
         lives = _is_token_alive(match["token"])
@@ -606,7 +596,6 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
 
 
 def _is_alive(place: str) -> bool:
-    """Return True if the process that writes to a temporary directory may still be running."""
     path = os.path.join(place, WRITER_FILE)
     try:
         writer = decoded(LocalStorage().read(path), path)

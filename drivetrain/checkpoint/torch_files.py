@@ -55,7 +55,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Check the parts of a file of `torch.save` against their checksums.
+    """Raise an error if a file that `torch.save` has written does not match the checksums in it.
 
     `torch.load` does not make this check.
     """
@@ -149,7 +149,6 @@ class TorchShards:
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """Return the tensors below a top-level key, with their names below that key."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
@@ -183,7 +182,6 @@ class TorchShards:
         return tuple(self._paths.get(name, (name,)))
 
     def _read(self, name: str, offsets: tuple[int, ...]) -> Any:
-        """Read one stored entry: the shard of a tensor at `offsets`, or another value."""
         place = self._places.get(name, {}).get(offsets)
         if place is None:
             raise CheckpointError(f"The metadata in {self.directory} lists no position of {name}.")
@@ -256,10 +254,7 @@ BY_POSITION = "#"
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return an optimizer's state with parameter names, or positions such as `#0`, as keys.
-
-    The state that FSDP saves uses names, and all others use positions.
-    """
+    """Return a copy of an optimizer's state in which parameters without names have keys such as `#0`."""
 
     def key(parameter: Any) -> str:
         return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
@@ -288,7 +283,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Replace the positions in an optimizer's state by parameter names.
+    """Return an optimizer's state with parameter names as keys in place of positions such as `#0`.
 
     Args:
         saved: The state, as this module or another checkpoint format provides it. It is not modified.

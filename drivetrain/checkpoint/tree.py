@@ -49,7 +49,7 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Split a nested state into a tree for JSON and a dict of its tensors on the CPU.
+    """Split a nested state into its tensors and a tree of plain values, which can be stored as JSON.
 
     The result has the entries `tree` and `tensors`.
 
@@ -65,7 +65,6 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Rebuild a nested structure from its JSON form and its tensors."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -87,7 +86,6 @@ def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Rebuild a value such as a tuple from its tag (`__tuple__`) and content."""
     try:
         if word == "__tensor__":
             return tensor_of(_text(content))
@@ -104,11 +102,11 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Error for JSON content that drivetrain never writes, as in a damaged checkpoint."""
+    # JSON content that drivetrain never writes, as in a damaged checkpoint
+    ...
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """Return the keys of all tensors in a JSON-encoded state."""
     # A dict, because it keeps the order of its keys, unlike a set.
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
@@ -116,12 +114,7 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key of the tensor at a path of a JSON-encoded state, or None.
-
-    Tied tensors have one key.
-
-    `path` is the key that the tensor would have without ties.
-    """
+    # `path` is the key that the tensor would have if it were not tied.
     for part in path.split("/"):
         # Undo the escaping of `_join`, in reverse order.
         name = part.replace("%2F", "/").replace("%25", "%")
@@ -131,18 +124,16 @@ def key_at(packed: Any, path: str) -> str | None:
 
 
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array with the shape and dtype of a tensor that occupies no memory."""
     # A broadcast view has the full shape, but memory for one element only.
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Return True if a dict from JSON stands for another type: `{"__tuple__": [1, 2]}`."""
+    # Such as {"__tuple__": [1, 2]}, which stands for a tuple.
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """Return the value at nested keys of a JSON-encoded state, or None."""
     for part in path:
         try:
             packed = packed[part]
@@ -296,7 +287,6 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Add a tensor to the checkpoint, and return its key. Tied tensors share a key."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
@@ -343,7 +333,6 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Parse the JSON content of a checkpoint file."""
     try:
         # json.loads accepts NaN and Infinity by default, which are not valid JSON.
         return json.loads(raw, parse_constant=_refused_constant)
@@ -407,10 +396,7 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Return the safetensors entry of a shard or of a whole tensor.
-
-        The name of a shard ends with its offsets.
-        """
+        # The name of a shard ends with its offsets.
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
@@ -423,7 +409,6 @@ class Entry:
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """Return the tensor's description in a safetensors header."""
         name = dtype_name(self.dtype)
         known = name in _NAMES
         return {
@@ -471,7 +456,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return the order in which tensors are written at aligned offsets, as indices.
+    """Return in which order to write tensors, as indices, so that each begins at a multiple of its item size.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
     so on follow. Each tensor then starts at a multiple of its item size.
@@ -490,7 +475,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if stored bytes can be read directly into a tensor's memory."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
     return plain and target.dtype == dtype
 
