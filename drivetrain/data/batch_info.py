@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the weight of this batch in a mean over processes, in which all real rows count equally.
+        """Return the factor for this batch's loss in a mean over processes, by its rows without padding.
 
         1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
         """
@@ -60,7 +60,7 @@ class BatchInfo:
 
     @property
     def start(self) -> int | None:
-        """Position of the batch's first row among the epoch's samples, or None if unknown."""
+        """Index of the batch's first sample among all samples of the epoch, or None if unknown."""
         if self.consumed is None or self.global_rows is None:
             return None
         # `consumed` counts the samples of all processes up to the end of this step.
@@ -77,7 +77,7 @@ class BatchInfo:
 
 @dataclass(eq=False)
 class ActiveLoaders:
-    """Stack of the prepared loaders over which the script is looping.
+    """Stack of the loaders that the script's running `for` loops iterate over, the innermost last.
 
     A loader is added with its first batch. It is removed when it is exhausted or closed, or the loop is left by `break`
     or an exception.
@@ -105,18 +105,15 @@ class ActiveLoaders:
 
     @property
     def loaders(self) -> list[PreparedLoader]:
-        """Loaders of the running loops, from the outermost to the innermost."""
         return [loader for loader, _ in self._entries]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def enter(self, loader: PreparedLoader) -> None:
-        """Put a loader onto the stack when a loop over it begins."""
         self._entries.append((loader, self.tick()))
 
     def leave(self, loader: PreparedLoader) -> None:
-        """Remove a loader from the stack when the loop over it ends."""
         # From the end, because a loader may be on the stack twice, and its latest loop ends first.
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][0] is loader:
@@ -131,7 +128,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of the last rows of a tensor are padding.
+        """Return how many of the last rows of a tensor are padding, if a loader's current batch is its source.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a `CombinedLoader` whose loaders can be divided among processes.
+        """Return this loader, or one over equally long loaders, to divide its batches among `processes`.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -126,7 +126,7 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over the combined batches of all loaders.
+        """Return an iterator over the combined batches, each of which contains one batch per loader.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -135,15 +135,6 @@ class CombinedLoader:
         return self._begin(limit, together, pend=False)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over combined batches, as `PendingBatch` objects that move to the device on first use.
-
-        Args:
-            limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
-            together: All processes iterate with equally many batches; see `PreparedLoader.iterate`.
-
-        Returns:
-            The iterator.
-        """
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
@@ -195,10 +186,7 @@ class CombinedLoader:
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the loaders' state.
-
-        Deprecated in favor of `preserve_state`.
-        """
+        """Return a context manager that restores the loaders' state at its end. Deprecated: use `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
@@ -235,20 +223,10 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """The `BatchInfo` of the combined batch that was yielded last.
-
-        None before and after a loop.
-        """
+        """What is known about the latest combined batch, such as its number of rows. None outside of a loop."""
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the current positions of all loaders, to be stored in a checkpoint.
-
-        Positions after earlier batches are not recorded.
-
-        Args:
-            reached: Ignored.
-        """
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,7 +258,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return an iterator for each loader, or None for those that begin with their first batch.
+        """Return an iterator for each loader, or None for a loader that starts when its first batch is needed.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -327,7 +305,6 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader, and whether the whole iteration has ended."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -348,7 +325,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over one of the loaders, which stops at the iteration's limit.
+        """Return an iterator over `loader`, one of the combined loaders, up to the limit of the iteration.
 
         Args:
             loader: The loader.
@@ -426,7 +403,6 @@ def _rearranged(structure: Any, batches: Iterator[Any], outermost: bool = True) 
 
 
 def is_structure(value: Any, outermost: bool = True) -> bool:
-    """Return True if a value is a list, tuple or dict of loaders."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     held = list(value.values()) if isinstance(value, Mapping) else list(value)
@@ -472,10 +448,6 @@ def _current(loader: Any) -> BatchInfo | None:
 
 
 def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
-    """Merge the `BatchInfo` objects of a combined batch's parts into one.
-
-    If parts differ in size, or only some are padding, the total rows of all parts are the weights.
-    """
     parts = [info for info in known if info is not None]
     # Loaders that are not prepared record nothing about their batches.
     if len(parts) < len(known) or not parts:
@@ -488,6 +460,7 @@ def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
     ):
         return BatchInfo(index, first.rows, first.padding, first.global_rows, last, None, first.weights)
     counts = [info.weights or (info.real_rows, info.global_rows) for info in parts]
+    # If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     own, total = [mine for mine, _ in counts], [everyone for _, everyone in counts]
     weights = None if None in own or None in total else (sum(filter(None, own)), sum(filter(None, total)))
     if all(info.is_padding for info in parts):

@@ -31,8 +31,7 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Shape and dtype of a tensor, which rank 0 sends to the other ranks before the data."""
-
+    # Rank 0 sends it to the other ranks before the tensor's data.
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -92,7 +91,6 @@ class DispatchReader:
             self._compared = False
 
     def _digest(self, epoch: int, start: EpochStart) -> str | None:
-        """Return a digest of the stream's first samples, or None if reading them fails."""
         try:
             with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
                 reader = self._make_reader()
@@ -148,7 +146,6 @@ class _Exchange:
             raise
 
     def receive(self) -> Iterator[Pair]:
-        """Receive this rank's batches from rank 0, each with its `BatchInfo`."""
         index = self._layout.shard.index
         while True:
             own, more, final = self._receive_step(index)

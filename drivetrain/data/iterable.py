@@ -134,7 +134,6 @@ def _seed_each_sample(samples: Iterator[Any], seed: int) -> Iterator[Any]:
 
 
 def _isolated(records: Iterator[Record]) -> Iterator[Record]:
-    """Read records without using the global random generators."""
 
     def draw() -> Record | None:
         with isolated_random_state():
@@ -258,7 +257,6 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Make each worker skip the batches before a position. Return the steps left to skip."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -269,6 +267,7 @@ class StreamReader:
             for number in range(before):
                 dropped[number // position.group % len(dropped)] += 1
             return 0
+        # The steps that this process has yet to skip.
         return before // group
 
     def _pairs(
@@ -279,11 +278,6 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield this process's batches, each with its `BatchInfo`, after the skipped ones.
-
-        The first of the skipped batches are stored in `head`. One batch is read ahead, so that the last one is known to
-        be last.
-        """
         consumed = int(self._dataset.dropped.sum()) * (self.layout.batch_size or 1)
         for record in islice(records, skipped):
             consumed += record.global_rows
@@ -291,6 +285,7 @@ class StreamReader:
                 head.append((record.batch, batch_size_or_none(record.batch) if self.finds_rows else record.rows))
         index = position.batches // self.layout.group_size
         held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
+        # `with_last` reads one batch ahead, so that the last one is known to be last.
         for (batch, rows, padding, global_rows, _), last in with_last(up_to(records, limit, index)):
             held.append(batch)
             del batch
@@ -308,7 +303,7 @@ Pair = tuple[Any, BatchInfo]
 
 
 class ReadyBatchesReader:
-    """Reader of finished batches, such as a list of them.
+    """Reader for any iterable of whole batches, such as a list, which picks those of this process.
 
     Every process iterates over all batches and keeps its own. A resumed epoch begins from the loader's own state if the
     loader has `state_dict` and `load_state_dict`. Otherwise the earlier batches are read again in the random state at
@@ -386,8 +381,6 @@ class ReadyBatchesReader:
 
 
 class _LoaderStates:
-    """Recent states of a user's loader that has a `state_dict` method."""
-
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
         keeps = getattr(loader, "keeps_position", True)  # False for a CombinedLoader over loaders without a state
@@ -440,14 +433,10 @@ class _LoaderStates:
         return self._kept.get(batches)
 
     def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
-        """Resume the user's loader from a saved state, or return None if it cannot be resumed.
-
-        States of torchdata hold the workers' parts and therefore need an equal number of workers. Between epochs,
-        torchdata's loaders have no state besides the generators that a position holds.
-        """
         if self._loader is None or not saved:
             return None
         before, ended = saved["num_workers"], saved.get("ended", False)
+        # Between epochs, torchdata's loaders have no state besides the generators that a position holds.
         if ended:
             if before == self._workers and not _is_torchdata_loader(self._loader):
                 self._loader.load_state_dict(copy.deepcopy(saved["state"]))
@@ -461,6 +450,7 @@ class _LoaderStates:
                 f"shuffles differently with num_workers={self._workers}, so the epoch cannot be continued. "
                 f"Resume with num_workers={before}. Between two epochs, num_workers may change from or to 0."
             )
+        # States of torchdata hold the workers' parts, so they need an equal number of workers.
         if before != self._workers or not _restores_order(self._loader):
             return None
         self._loader.load_state_dict(copy.deepcopy(saved["state"]))
@@ -469,13 +459,10 @@ class _LoaderStates:
 
 
 def _restores_order(loader: Any) -> bool:
-    """Return True if a loader's state includes the order of its samples.
-
-    torchdata saves a sampler's position. It saves the order only if the sampler is torchdata's own or has a state.
-    """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return True
+    # torchdata saves a sampler's position, but its order only if the sampler is torchdata's own or has a state.
     if isinstance(sampler, SequentialSampler) or callable(getattr(sampler, "state_dict", None)):
         return True
     return _is_of_torchdata(sampler)
@@ -513,10 +500,6 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield each batch with its `BatchInfo`, numbered from `skipped`.
-
-    If `counted` is True, it includes the number of rows.
-    """
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -536,17 +519,13 @@ def _with_infos(
 
 
 def pairs_of_process(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
-    """Yield one process's batches, from steps that hold a batch or None for every process."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
 def distribute_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Divide batches among the processes, step by step.
-
-    Yields a list for each step, with a batch or None for each process.
-    """
+    # A list for each step, with a batch or None for each process.
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
@@ -572,7 +551,6 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Group batches into steps, with a batch or None for each process."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []

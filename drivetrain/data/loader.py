@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over this process's batches, moved to the device.
+        """Return an iterator over this process's batches of an epoch, up to `limit` batches.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -115,7 +115,6 @@ class PreparedLoader(DataLoader[Any]):
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """Return an iterator over batches that move to the device on first use."""
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
@@ -145,7 +144,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Restore the loader's state after a block. Deprecated in favor of `preserve_state`."""
+        """Return a context manager that restores the loader's state at its end. Deprecated: use `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
@@ -177,9 +176,9 @@ class PreparedLoader(DataLoader[Any]):
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
-        """Convert a limit per process to batches of the user's loader, or None if it has no effect."""
         if limit is None or limit == float("inf"):
             return None
+        # The limit counts this process's batches.
         batches = int(limit) * self._reader.layout.group_size
         try:
             if batches >= len(self.loader):  # type: ignore[arg-type]
@@ -240,7 +239,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def tail(self) -> TailPolicy:
-        """Policy for the end of an epoch, when not every process gets a batch."""
+        """The `TailPolicy`: what happens at the end of an epoch if only some processes get a batch."""
         return self._layout.tail
 
     @tail.setter
@@ -311,10 +310,10 @@ class PreparedLoader(DataLoader[Any]):
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
-        """Return the dataset (or None) and the samplers that have a `set_epoch` method."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
+        # The first item is the dataset, or None.
         found: list[Any] = targets[:1]
         for target in targets[1:]:
             if target is not None and not any(target is each for each in found):
@@ -338,18 +337,16 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def resumes(self) -> bool:
-        """True if the next iteration starts at a loaded position or after `skip`."""
         return self._resume is not None
 
     @property
     def resumes_within(self) -> bool:
-        """True if the next iteration starts within an epoch."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Skip this process's first `num_batches` batches in the next iteration.
+        """Skip this process's first batches of an epoch in the next iteration, as for a resumed run.
 
         Skipped samples of a map-style dataset are not read.
 
@@ -364,27 +361,20 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
-        """Begin the next epoch if the position that was loaded is at the end of one.
-
-        This has no effect if `set_epoch` or `skip` is called for the finished epoch first. A script that counts batches
-        starts the next epoch at such a position, and one that counts epochs is still in the previous one.
-        """
+        # No effect if `set_epoch` or `skip` is called for the finished epoch first: then the script counts epochs, and
+        # is still in it.
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Stay in the epoch of the position that was loaded, even if no batches are left in it.
-
-        Used for scripts that skip batches by themselves.
-        """
+        # For scripts that skip batches by themselves, even if the loaded epoch has none left.
         self._expects_next = False
 
     def leave_epoch(self) -> None:
-        """Discard a loaded position, so that the next epoch begins."""
         if self.resumes_within:
             self._resume, self._begun = None, True
 
     def rewind(self) -> None:
-        """Restart the epoch of the loaded position, in the order that was saved."""
+        # The epoch starts again, in the order that was saved.
         if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
@@ -399,11 +389,10 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached(self) -> BatchInfo | None:
-        """`BatchInfo` of the latest batch, even after the loop. None before the first batch."""
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the loader's position after a given batch, to be stored in a checkpoint.
+        """Return the loader's position after the batch that `reached` describes, to save it in a checkpoint.
 
         Batches that were only read ahead do not count.
 
@@ -439,7 +428,7 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position, so that the next iteration continues after it.
+        """Set the loader to a position that `state_dict` has returned. The next iteration continues there.
 
         Args:
             state: Dict from `state_dict`, from a run with any number of processes and workers.
@@ -467,14 +456,14 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _own_process(self) -> list[int] | None:
-        """Return [rank, world size] if a saved position is valid on this process only, else None."""
         if self.is_shared or not several_processes():
             return None
+        # The saved position is valid on this process only.
         state = PartialState()
         return [state.process_index, state.num_processes]
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """Return how many batches lie before a saved position, if batch sizes have changed."""
+        # The batch size may have changed since the position was saved.
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
@@ -504,7 +493,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Number of real samples in the epoch's last step, or -1 in other steps."""
+        """Number of samples without padding in the epoch's last step, or -1 during all other steps."""
         info = self.current
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 

@@ -48,13 +48,10 @@ def gathered(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
-    """Select rows of a tensor, in pinned memory if the tensor is on the CPU.
-
-    torch reuses freed pinned memory only after all copies from it to a device have finished, so no buffer is
-    overwritten during a copy.
-    """
     if tensor.device.type != "cpu":
         return gathered(tensor, index)
+    # torch reuses freed pinned memory only after all copies from it to a device have finished, so no buffer is
+    # overwritten during a copy.
     rows = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, index, out=rows)
 
@@ -67,11 +64,6 @@ def can_pin() -> bool:
 
 
 class WholeBatches(Dataset[Any]):
-    """Dataset whose items are whole, collated batches.
-
-    The user's dataset is inspected for each batch, because it may change between batches.
-    """
-
     def __init__(self, dataset: Any, gather: Gather = gathered) -> None:
         self.dataset, self._gather = dataset, gather
 
@@ -80,6 +72,7 @@ class WholeBatches(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         try:
+            # The dataset may change between batches, so it is inspected for each one.
             batch = read_at_once(self.dataset, indices, self._gather)
         except (IndexError, TypeError, ValueError, RuntimeError):
             batch = None  # reading sample by sample below raises the usual error for a wrong index
@@ -96,14 +89,12 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return True if a whole batch of a dataset can be read by one indexing."""
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Return a batch of a `TensorDataset` by one indexing, or None for other datasets."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -273,10 +264,7 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _read_padding(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read an epoch's first batches again, to pad its last ones.
-
-        Returns pairs of a batch and its number of rows.
-        """
+        # These batches pad the last ones of the epoch.
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.indices_of_process(batches, deque(), epoch)
@@ -301,10 +289,6 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Open an epoch with a private random state, so that the sampler repeats a known order.
-
-        Return a function to call at the end, and the epoch's first samples if the position is after them.
-        """
         order, separate = self.order, SeparateDraws(start)
         head: Head | None = None
         skipped = 0
@@ -347,11 +331,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Converter from a sampler's batches to the indices that this process reads.
-
-    It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
-    """
-
+    # No reference to the loader: an abandoned iteration must not keep persistent workers alive.
     order: IndexOrder
     layout: Layout
     replicas: int
@@ -367,10 +347,6 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Yield the indices that this process reads, from the batches of a sampler.
-
-        Appends the `BatchInfo` of each batch to `infos`.
-        """
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched

@@ -261,7 +261,7 @@ class Position:
 
 
 class IndexOrder:
-    """Order in which a map-style dataset is read, as batches of indices."""
+    """Order in which a loader's sampler visits the samples of a dataset, as batches of sample indices."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batched = loader.batch_sampler is not None
@@ -289,7 +289,7 @@ class IndexOrder:
 
     @property
     def draws_at_once(self) -> bool:
-        """True if the sampler draws all random numbers before its first index, as `RandomSampler` does."""
+        # True if all random numbers are drawn before the first index, as by `RandomSampler`.
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE
@@ -308,12 +308,8 @@ class IndexOrder:
         return len(self.source)
 
     def reported_length(self) -> int | None:
-        """Return the sampler's length if the last batch is recognized by it, otherwise None.
-
-        Otherwise one batch is read ahead. With some samplers, this would draw from the global generators earlier than
-        torch's
-        DataLoader does.
-        """
+        # Reading one batch ahead shows which batch is the last. A sampler that draws numbers while it iterates would
+        # then draw them earlier than in torch's DataLoader, so its length is used instead.
         if self.draws_at_once or self._length_is_wrong:
             return None
         try:
@@ -322,10 +318,6 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Warn if an epoch did not have as many batches as its sampler's length says.
-
-        The length is ignored from then on.
-        """
         if batches and not was_last:
             logger.warning_once(
                 "%s has a length of %d batches, but returned %d, so the last batch of this epoch was not recognised as "
@@ -334,24 +326,20 @@ class IndexOrder:
                 len(self.source),
                 batches,
             )
+            # The length is ignored from now on.
             self._length_is_wrong = True
 
     def plain_iterator(self) -> Iterator[Any]:
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over lists of indices, also without batching."""
+        # A loader without batching yields single indices.
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Return the index batches that are left when an epoch is resumed.
-
-        Also returns the epoch's first indices and the number of skipped samples. Samplers with random access do not
-        compute
-        the skipped indices.
-        """
+        # Returns the batches of indices that are left, the epoch's first indices and the number of skipped samples.
         if self.batched and not self.regular:
             return _skip_batches(iterator, position, keep)
         size = self.batch_size or 1
@@ -370,7 +358,7 @@ class IndexOrder:
 def _skip_indices(
     sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
 ) -> tuple[Iterator[Any], list[Any]]:
-    """Skip a sampler's first indices. Return the others, and the first `keep`."""
+    # Returns the indices that are left, and the first `keep` of all.
     if type(sampler) is PermutationSampler:
         rest = sampler.iterate_from(skipped)
         following = list(islice(rest, 1))  # reading the first index begins the epoch
@@ -388,7 +376,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip the batches before a position. Return the others, and the epoch's first."""
+    # Returns the batches that are left, the epoch's first `keep` batches and the number of skipped samples.
     head = Head([], [])
     skipped = count = 0
 

@@ -19,7 +19,7 @@ Place = Callable[[Any], Any]
 
 
 class SideStreamPlacement:
-    """Callable that copies batches to the device on a side stream.
+    """Callable that copies batches to a device on a second stream, while the device computes.
 
     The host never waits. A copy runs beside the kernels of the previous batch, and kernels queued after `receive` wait
     for it. Copies overlap only if host memory is pinned and the placing function uses `non_blocking=True`.
@@ -44,9 +44,9 @@ class SideStreamPlacement:
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Return a sent batch, for which the device's current stream waits."""
         current = self._kind.current_stream(self._device)
         if current is not None:
+            # The device waits for the copy, the host does not.
             current.wait_stream(self._stream)
             device_type = self._device.type
 
@@ -63,7 +63,6 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Return a function that moves batches to the device, on a side stream if possible."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
@@ -110,7 +109,6 @@ class PendingBatch:
 
     @property
     def is_missing(self) -> bool:
-        """True if the batch has no data because its loader has ended."""
         return self._batch is None
 
     @property
@@ -118,12 +116,7 @@ class PendingBatch:
         return self._state == _RELEASED
 
     def take(self) -> Any:
-        """Return the batch on the device, moving it there if necessary.
-
-        Then start copying the following batch.
-
-        Release the previous batch first, so that at most two batches are on the device.
-        """
+        # The caller releases the previous batch first, so that at most two batches are on the device.
         if self._state != _PLACED:
             self._place_now()
         return self._batch
@@ -138,7 +131,6 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Set the following batch, whose copy to the device starts when this batch is used."""
         self._following = following
 
     def send(self) -> None:
@@ -156,8 +148,6 @@ class PendingBatch:
 
 
 class PendingParts(PendingBatch):
-    """`PendingBatch` that combines the batches of several loaders."""
-
     __slots__ = ("_arranged", "_parts")
 
     def __init__(self, parts: Sequence[Any], info: BatchInfo, arranged: Callable[[list[Any]], Any]) -> None:
@@ -177,7 +167,6 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Wrap batches as `PendingBatch` objects, each linked to the next."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)
@@ -201,8 +190,8 @@ def _nothing() -> None:
 
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield items after the following one has been read."""
     held: list[Item] = []  # never holds the latest yielded item, so that it can be freed
+    # Each item is yielded after the following one has been read.
     for item in items:
         held.append(item)
         del item

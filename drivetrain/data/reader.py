@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 class Reader(Protocol):
-    """Protocol of objects that read the batches of one process from a user's loader.
+    """Interface of objects that read one process's share of the batches of a user's loader.
 
     Attributes:
         layout: How batches are shared between processes. It may be changed between iterations.
@@ -54,24 +54,17 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """True if equally long loaders give every process equally many batches."""
+        # True if equally long loaders give every process equally many batches.
         ...
 
     @property
     def reads_ahead(self) -> bool:
-        """True if reading the next batch early has no effect on results.
-
-        This is the case if workers read ahead anyway and the whole order is already drawn.
-        """
+        # True if reading the next batch early changes no result: workers read ahead anyway, and the order is drawn.
         ...
 
-    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Open an epoch at a position, with at most `limit` batches of this process."""
-        ...
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened: ...
 
-    def restart(self) -> None:
-        """End persistent workers and forget earlier iterations."""
-        ...
+    def restart(self) -> None: ...
 
     def __len__(self) -> int:
         """Return the number of this process's batches in an epoch."""
@@ -105,10 +98,7 @@ def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterato
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Start an iterator. Return its first item, in a list, and an iterator over all.
-
-    The iterator keeps no reference to items that it has yielded.
-    """
+    # The iterator must keep no reference to items that it has yielded.
     first = list(islice(items, 1))
 
     def everything() -> Iterator[Item]:
@@ -165,16 +155,13 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def count_rows(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Count the rows of each batch, and complete its `BatchInfo`.
-
-    A padding batch without countable rows counts as one row.
-    """
 
     def find(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
         batch, info = pair
         is_padding = info.is_padding
         info.rows = batch_size_or_none(batch)
         if is_padding:
+            # A padding batch without countable rows counts as one row.
             info.rows = info.padding = info.rows or 1
         info.global_rows = info.rows if alone else None
         return pair

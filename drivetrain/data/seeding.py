@@ -57,7 +57,6 @@ def is_deterministic_collate(collate_fn: Any) -> bool:
 
 
 def key_of(index: Any) -> int:
-    """Return an integer for an index of any type, equal in all processes."""
     try:
         return operator.index(index)
     except TypeError:
@@ -70,7 +69,7 @@ def as_is(batch: Any) -> Any:
 
 
 class SeededBatches(Dataset[Any]):
-    """Dataset of whole batches that seeds the random generators for each sample.
+    """Dataset of whole batches that seeds a sample's random numbers by its index, equally in all processes.
 
     It is indexed with `(epoch, indices)`, because persistent workers hold a copy that `set_epoch` cannot reach. In the
     main process the global generators are restored afterwards.
@@ -161,7 +160,6 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Read the first batch's samples, and record which random generators they use."""
         drawn: list[str] = []
         samples = []
         for index in indices:

@@ -32,7 +32,7 @@ _END: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows of a batch that one process takes in a step, and its padding rows.
+    """Rows of one batch that a process works on in a step, and the number of padding rows after them.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of the user's batches in one step of all processes."""
+        """Number of batches of the user's loader that all processes together use in one step."""
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """First samples of an epoch, which pad its last batches.
+    """First samples of an epoch, which are repeated at its end to fill up incomplete batches.
 
     Attributes:
         samples: The samples.
@@ -107,7 +107,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Plan which rows of a step's batches one process takes, or return None."""
+    """Choose the rows of a step's batches that one process takes, or return None if it takes none."""
     if not all(sizes):
         raise DataError(
             "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
@@ -177,7 +177,6 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Divide a sampler's batches among processes, and yield those of this one."""
     if layout.shard.count == 1:
         held: list[Sequence[Item]] = []  # empty while suspended, so that a batch is freed with its step
         for batch, last in map(_not_last, batches) if streaming else with_last(batches, length):
@@ -242,7 +241,6 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def group_into_steps(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Group items, such as batches, into steps of one item per process."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -256,10 +254,6 @@ def group_into_steps(items: Iterator[Item], layout: Layout) -> Iterator[list[Ite
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Build the batch of one process from its share of a step's rows.
-
-    Padding rows come from the epoch's first batches.
-    """
     # A batch of padding only is the first batch of the epoch.
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
@@ -268,6 +262,7 @@ def share_of_batches(
     taken = list(range(share.start, share.stop))
     if not share.padding:
         return own[0] if len(taken) == counts[0] else pick_rows(own, counts, taken)
+    # Padding rows come from the epoch's first batches.
     total, everything, sizes_of_all = sum(head_sizes), [*head, *own], [*head_sizes, *counts]
     real = [total + row for row in taken]
     paddings = [[(share.offset + number) % total for number in range(share.padding)]]
@@ -285,13 +280,8 @@ class BatchMismatch(Exception):
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
-    """Build a batch from selected rows of several batches.
-
-    `picks` numbers the rows of all batches in order.
-
-    Tensors, NumPy arrays and lists are columns if they are as long as their batch has rows. All other values are taken
-    unchanged from the last batch.
-    """
+    # `picks` numbers the rows of all batches in order. Tensors, arrays and lists are columns if they are as long as
+    # their batch has rows. All other values are taken unchanged from the last batch.
     like = batches[-1]
     if any(type(batch) is not type(like) for batch in batches):
         raise BatchMismatch
@@ -334,10 +324,7 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
-    """Return True if lists in batches hold one value per row, as labels do.
-
-    Otherwise their items are the fields of a batch.
-    """
+    # True if lists hold one value per row, as labels do. Otherwise their items are the fields of a batch.
     if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
         return False
     if len(set(counts)) > 1:  # the number of parts would not change with the number of rows
@@ -400,7 +387,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches, and raise an error if the data of some processes ends before the others'.
+    """Yield this process's batches, and raise an error if other processes have fewer or more batches.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -423,7 +410,7 @@ def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def digest_of(samples: Any) -> str:
-    """Return a hash of samples, so that processes can compare what they read.
+    """Return a hash of the content of samples, by which processes find out if they read the same ones.
 
     For objects of unknown classes, it covers the bytes (`tobytes`, as for images) or the attributes.
     """
@@ -457,7 +444,7 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Raise an error unless all processes read the same stream of samples.
+    """Raise an error if an iterable dataset gives processes different samples, since it then divides itself.
 
     An iterable dataset that shards itself would lose data if it were sharded again. All processes must call the
     function.
@@ -540,10 +527,6 @@ def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Add the number of real rows on all processes to each batch's `BatchInfo`.
-
-    If the rows of any batch of a step are unknown, all its real batches have equal weights.
-    """
     # Processes that work on one batch together all count its rows.
     copies = PartialState().num_processes // shards
 
@@ -552,6 +535,7 @@ def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
         is_real = int(not info.is_padding)
         rows = info.real_rows
         unknown, real, total = sum_over_processes([int(rows is None), is_real, rows or 0])
+        # If the rows of any batch of the step are unknown, all its real batches have equal weights.
         if unknown:
             info.weights = is_real, real // copies
         else:
