@@ -144,9 +144,9 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen layer that is an `nn.Linear`, as peft requires.
+    """Frozen linear layer to which peft can add adapters, since it is an `nn.Linear` as peft requires.
 
-    It hides its weight, so that peft cannot change it.
+    Its weight is hidden, so that peft cannot change it.
     """
 
     scaling: Tensor
@@ -218,13 +218,10 @@ class PeftLayers:
 
 @contextmanager
 def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
-    """Context manager that adds a parameter to a model without any.
-
-    Peft reads the device from a parameter.
-    """
     if any(True for _ in model.parameters()):
         yield
         return
+    # Peft reads the device from a parameter.
     name = "peft_reads_the_device"
     model.register_parameter(name, nn.Parameter(torch.empty(0, device=device), requires_grad=False))
     try:
@@ -277,7 +274,7 @@ class LoRALinear(FrozenLinear):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the frozen layer plus the low-rank update.
+        """Return the frozen layer's output for `x`, plus that of the trained low-rank matrices.
 
         Args:
             x: Input of shape `(..., in_features)`.
@@ -290,7 +287,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return what the adapter adds to the weight, `scaling * B @ A`.
+        """Return what the trained low-rank matrices add to the frozen weight: `scaling * B @ A`.
 
         Returns a scalar 0 if the rank is 0.
         """
@@ -455,10 +452,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
-    """Omit frozen parameters from a model's state dict.
-
-    A digest in it lets loading verify that they are the same.
-    """
+    # With the digest, loading can verify that the frozen parameters are equal.
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
     model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]
@@ -480,11 +474,6 @@ class _DropFrozen:
 
 
 class _RestoreFrozen:
-    """Load hook that adds a model's frozen parameters to the loaded state dict.
-
-    It verifies their digest first.
-    """
-
     def __init__(self, frozen: Sequence[str], digest: str) -> None:
         self._frozen, self._digest = frozen, digest
 
@@ -498,6 +487,7 @@ class _RestoreFrozen:
                 f"These adapters were trained on other weights (SHA-256 {digest[:12]}…) than {type(module).__name__} "
                 f"has ({self._digest[:12]}…). Load the same weights, quantized in the same way, before apply()."
             )
+        # The state dict has no frozen parameters, so those of the model are added.
         held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:
             if name in held:

@@ -212,10 +212,6 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
     def _register_tied(self, name: str) -> bool:
-        """Register a tied weight's address, so that it is copied only once.
-
-        Returns False if its address is not stable.
-        """
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self._tied.setdefault(first.data_ptr(), {})

@@ -45,10 +45,6 @@ def groups_of(
     num_blocks_per_group: int = 1,
     preload_module_classes: Collection[str] | None = None,
 ) -> list[Group]:
-    """Group a model's offloaded weights that are copied to the device together.
-
-    `wanted` contains the ids of the offloaded tensors.
-    """
     if kind not in KINDS:
         raise ConfigurationError(
             f"groups is {kind!r}, but must be one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
@@ -58,6 +54,7 @@ def groups_of(
     preloaded = set(preload_module_classes or ())
     whole = {id(module) for module in model.modules() if type(module).__name__ in preloaded}
     blocks = set() if kind == "leaf" else {id(module) for module in _blocks(model)}
+    # `wanted` contains the ids of the offloaded tensors.
     groups: list[Group] = []
     # Consecutive blocks of one parent, collected until they form a group.
     run: list[tuple[str, nn.Module]] = []
@@ -147,10 +144,6 @@ class DeviceCopies:
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Put device copies in place of one group of offloaded weights.
-
-        Also starts to copy the groups in `ahead`.
-        """
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
@@ -182,12 +175,9 @@ class DeviceCopies:
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Put the offloaded weights of one group back in place of their device copies.
-
-        Their memory is freed unless they may stay on the device.
-        """
         if number in self._used:
             self._put_back(number)
+            # The memory is freed unless the weights may stay on the device.
             if not self._stays[number]:
                 del self._arrived[number]
 
@@ -266,21 +256,16 @@ class _Slot:
 
 
 class _Ring:
-    """Pinned staging buffers that are used in turn to copy weights to a device."""
-
     def __init__(self, slots: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(slots)]
         self._next = 0
 
     def take(self, size: int) -> _Slot:
-        """Wait until the next pinned buffer is free, and return it.
-
-        It has at least `size` bytes.
-        """
         if not self._slots:
             return _Slot()
         before = self._slots[self._next]
         if before.busy is not None:
+            # Wait until the copy from this buffer has ended.
             before.busy.synchronize()
         memory = before._memory
         needed = size + 64 * 1024  # each weight starts at a multiple of 64 bytes
@@ -295,7 +280,7 @@ class _Ring:
 
 
 class MappedPages:
-    """Read-ahead and eviction of the memory-mapped weights of a model on the CPU."""
+    """Helper that tells the operating system which parts of a model's weight files to read or to drop next."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache
@@ -315,10 +300,6 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Let the OS read one group's memory-mapped weights into memory.
-
-        The groups in `ahead` are read, too.
-        """
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):

@@ -36,9 +36,9 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Memory limits as `get_balanced_memory` returns them.
+    """Dict from devices to the bytes that each may hold, as `get_balanced_memory` returns it.
 
-    Given these, `infer_auto_device_map` reserves no extra memory.
+    With this dict, `infer_auto_device_map` reserves no extra memory.
     """
 
 
@@ -212,7 +212,7 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks for which the main device has room in advance.
+        """Number of offloaded blocks that can be copied to the main device ahead of the one that runs.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """
@@ -229,13 +229,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Bytes that the model takes on each device, by purpose."""
+        """Bytes that the model will take on each device: for weights, for copies and for activations."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
     @property
     def boundaries(self) -> int:
-        """Number of times that the model's forward continues on another device under this map."""
+        """How often the model's forward moves from one device to another with this device map."""
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:

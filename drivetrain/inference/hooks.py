@@ -72,9 +72,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run before the module's forward.
-
-        Returns its positional and keyword arguments, changed or not.
+        """Receive the arguments of a call of the module's forward, and return those to use instead.
 
         Args:
             module: The module.
@@ -101,14 +99,14 @@ class ModelHook:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Run instead of `post_forward` after an exception in the module's forward.
+        """Clean up after an exception in the module's forward, since `post_forward` is not called then.
 
         Args:
             module: The module.
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Undo this hook's changes to a module when it is removed.
+        """Undo what this hook has changed in a module, when the hook is removed from the module.
 
         Returns the module, or a replacement for it.
 
@@ -121,7 +119,7 @@ class ModelHook:
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Return whether the hook runs before the forward, after it, and after an error.
+        """Return three flags: whether this hook acts before a forward, after it, and after an exception.
 
         The first value may be a function that is registered with the module instead of `pre_forward`.
         """
@@ -129,7 +127,7 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Record that this hook was added to a module or removed from it.
+        """Record which modules have this hook, so that later changes of the hook reach them.
 
         Later changes of the hook then reach the module.
 
@@ -157,11 +155,6 @@ def overrides(hook: ModelHook, method: str) -> bool:
 
 
 class _Link:
-    """Weak reference to a module that can be pickled.
-
-    A deep copy refers to the copied module.
-    """
-
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
 
@@ -170,6 +163,7 @@ class _Link:
         return None if self._module is None else self._module()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        # The copy refers to the copied module.
         return _Link(memo.get(id(self.module)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,7 +182,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """True if at least one of the hooks runs the forward under `torch.no_grad()`."""
+        """True if at least one hook in this sequence turns gradients off for the module's forward."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter
@@ -366,7 +360,6 @@ def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Run a hook's `post_forward`, or its `on_error` after an exception."""
     open_calls = vars(_calls).get("open", [])
     if not any(call[0] == id(module) for call in open_calls):
         return None  # an error was raised before `_run_pre_forward` ran

@@ -64,7 +64,6 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Return the device on which to run offloaded modules, with a default."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
@@ -225,10 +224,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load only some tensors of a model from a checkpoint.
-
-    Weights in `used` are skipped, because they are already loaded.
-    """
+    # Weights in `used` are already loaded.
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
@@ -258,7 +254,7 @@ class _Item:
 
 
 class _Loading:
-    """Loads a checkpoint's weights into the tensors of a model that match them."""
+    """One load of a checkpoint: it finds the weight for each tensor of a model, and fills the tensors."""
 
     def __init__(
         self,

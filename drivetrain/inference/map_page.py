@@ -29,7 +29,6 @@ def as_table(problem: Problem, placement: Placement) -> str:
 
 
 def has_no_room_ahead(problem: Problem, placement: Placement) -> bool:
-    """Return True if the main accelerator cannot hold the next block in advance."""
     main = placement.main
     if main is None or problem.budgets[main].kind != "accelerator" or problem.stream_buffers > 1:
         return False
@@ -49,7 +48,6 @@ def _bytes(count: float) -> str:
 
 
 def modules_on(problem: Problem, placement: Placement, place: int) -> str:
-    """Return the modules on a device as text, such as `wte, h.0 - h.21`."""
     where = {
         position: (name, its)
         for block, its in zip(problem.blocks, placement.places, strict=True)
@@ -64,6 +62,7 @@ def modules_on(problem: Problem, placement: Placement, place: int) -> str:
                 runs.append([])
             runs[-1].append(name or "(all)")
         before = its
+    # Such as `h.0 - h.21`.
     texts = [run[0] if len(run) == 1 else f"{run[0]} - {run[-1]}" for run in runs]
     if len(texts) > _MOST_NAMES:
         texts = [*texts[: _MOST_NAMES - 1], f"{len(texts) - _MOST_NAMES + 1} more"]

@@ -87,7 +87,6 @@ class _Context(NamedTuple):
 
 @contextmanager
 def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
-    """Context manager that moves each new parameter of this thread to a device."""
     _watch_registration()
     contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
@@ -105,14 +104,12 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
 
 @cache
 def _watch_registration() -> None:
-    """Register PyTorch's global hooks for new parameters and buffers.
-
-    Adding and removing them per context fails in PyTorch 2.13 if another thread builds a module at the same time.
-    """
     register: list[Callable[..., Any]] = [
         register_module_parameter_registration_hook,
         register_module_buffer_registration_hook,
     ]
+    # Once per process: adding and removing the hooks in each context fails in PyTorch 2.13 if another thread builds a
+    # module at the same time.
     for each, move in zip(register, (_move_parameter, _move_buffer), strict=True):
         each(move)
 
@@ -130,8 +127,6 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _CopyOnce:
-    """Function that copies tensors to a device, and each tensor only once."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}

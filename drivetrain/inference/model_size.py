@@ -137,7 +137,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Count a model's parameters: all, the trained ones, and those of FSDP units."""
+    """Return how many parameters a model has in all and for training, and in each unit of FSDP."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
@@ -191,7 +191,7 @@ def matrices_of(model: nn.Module) -> list[str]:
 
 
 class Layer(nn.Module):
-    """Container module for the tensors of one layer in safetensors files."""
+    """Empty module, to which the tensors of one layer in safetensors files are added as parameters."""
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
@@ -211,13 +211,10 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
 
 
 def _with_lists(module: nn.Module) -> nn.Module:
-    """Replace modules with numbered children by `nn.ModuleList`.
-
-    Repeated blocks are then recognized.
-    """
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
     if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
+        # In a list, repeated blocks are recognized.
         return nn.ModuleList(children[str(number)] for number in numbers)
     for name, child in children.items():
         setattr(module, name, child)
@@ -398,10 +395,7 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return a loss for a trial backward, from a model's output.
-
-    It is the output's `loss`, or the mean of its first tensor with gradients.
-    """
+    """Return the `loss` in a model's output, or else the mean of the first tensor that has gradients."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

@@ -53,7 +53,6 @@ class Place:
 
 
 def places_in(module: nn.Module) -> Iterator[Place]:
-    """Yield a `Place` for each of a module's own parameters and buffers."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Place(module, name, True)
@@ -63,10 +62,7 @@ def places_in(module: nn.Module) -> Iterator[Place]:
 
 
 def named_places(model: nn.Module) -> dict[str, Place]:
-    """Return a `Place` for each parameter and buffer of a model, by name.
-
-    A shared tensor has several names.
-    """
+    # A shared tensor has several names.
     return {
         f"{path}.{place.name}" if path else place.name: place
         for path, module in model.named_modules(remove_duplicate=False)
@@ -81,7 +77,6 @@ def place_named(model: nn.Module, name: str) -> Place:
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor to put in place of an old one, with its attributes."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -140,11 +135,8 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
-    """Return a file's path, or raise an error if it leads out of the folder.
-
-    The name may contain `..`, and a folder on the way may be a symbolic link.
-    """
     path = Path(folder, name)
+    # The name may contain `..`, and a folder on the way may be a symbolic link.
     leads_out = "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name)
     if not leads_out and of_links:
         root, parent = os.path.realpath(folder), os.path.realpath(path.parent)
@@ -259,7 +251,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return the memory-mapped file of an offloaded weight, and its name in the file.
+        """Return the memory-mapped file that holds the offloaded weight `key`, and the weight's name there.
 
         Args:
             key: Name of the weight.
@@ -357,7 +349,10 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write weights to a safetensors file in an offload folder, and memory-map it."""
+    """Write tensors to a safetensors file in an offload folder, and return the file mapped into memory.
+
+    `entries` describes the tensors, and `read` returns the tensor of a name.
+    """
     # Tensors at aligned offsets can be memory-mapped.
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})
@@ -394,18 +389,15 @@ class MappedRange:
 
 
 def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Mark a tensor with the byte range of the mapped file that it uses."""
     place = file.placed[name]
     setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
 
 
 def forget_mapped(tensor: Tensor) -> None:
-    """Remove the mark of a mapped file from a tensor that has other memory now."""
     vars(tensor).pop(_RANGE, None)
 
 
 def mapped_range(tensor: Tensor) -> MappedRange | None:
-    """Return the byte range of a mapped file that a tensor uses, or None."""
     found = getattr(tensor, _RANGE, None)
     return found if isinstance(found, MappedRange) else None
 
@@ -414,7 +406,6 @@ _changes = attrgetter("_version")  # torch counts the changes in place
 
 
 def times_changed(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor."""
     # Inference tensors have no version counter, and reading it would raise an error.
     return 0 if tensor.is_inference() else int(_changes(tensor))
 

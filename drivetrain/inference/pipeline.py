@@ -224,10 +224,6 @@ def _lay_out(
     classes: Sequence[str],
     placed: Mapping[str, int] | None,
 ) -> StageLayout:
-    """Assign the modules of a model to pipeline stages.
-
-    Weights that are tied across stages become separate copies.
-    """
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points is {split_points!r}, but must be 'auto' or a list of module names.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
@@ -251,8 +247,6 @@ def _lay_out(
 
 
 class _Loader:
-    """Function that loads one pipeline stage's weights and moves them to a device."""
-
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device
         self._others = {name: group for group in ties for name in group}

@@ -38,7 +38,7 @@ from drivetrain.runtime.pytrees import find_device, send_to_device
 
 
 class _OneDevice(TorchFunctionMode):
-    """Function mode that repeats a failed operation with all tensors on one device."""
+    """Mode in which torch repeats an operation on tensors of several devices with all of them on one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +57,6 @@ class _OneDevice(TorchFunctionMode):
 
 
 def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device on which to run an operation on tensors of several devices."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"].device  # type: ignore[no-any-return]
@@ -67,8 +66,6 @@ def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: lis
 
 
 class _OneDeviceHooks:
-    """Hooks that let a module's own code combine tensors of several devices."""
-
     def __init__(self) -> None:
         self._open: list[_OneDevice] = []
         self._suspended: list[_OneDevice | None] = []
@@ -97,7 +94,7 @@ class _OneDeviceHooks:
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Add hooks that move tensors of a module on several devices to one device."""
+    """Add hooks with which modules whose parts are on several devices can combine the tensors of these parts."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -153,7 +150,6 @@ class Placement:
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
-        """Make calls such as `model.to()` on the given modules raise an error."""
         kinds = {
             (tensor.dtype, where)
             for module, device in computes.items()
@@ -228,10 +224,7 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Add hooks to a model that move the inputs of its modules to their devices.
-
-    Returns the record by which to undo this.
-    """
+    """Add the hooks that run modules on the devices of a device map, and return the record to remove them."""
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
@@ -618,10 +611,7 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Memory-map the named tensors from the offload folder.
-
-    Those that are in no file yet are written first.
-    """
+    # Tensors that are in no file yet are written first.
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:

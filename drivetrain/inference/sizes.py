@@ -23,7 +23,7 @@ _SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
 
 
 def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
-    """Return the number of bytes per element of a dtype when packed.
+    """Return the number of bytes per element of a dtype, a fraction if several elements share a byte.
 
     This is 0.5 for `int4` and 0.125 for `bool`.
 
@@ -116,10 +116,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Count the bytes of a tensor that are not recorded in `covered` yet.
-
-    Tensors may share memory.
-    """
+    """Count the bytes of a tensor that are not in `covered`, and add them, so that shared memory counts once."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -144,7 +141,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Return the bytes and names of the largest modules that must stay on one device.
+    """Return the bytes of a model's largest indivisible module, and the names of all modules of this size.
 
     Args:
         modules: Names with modules, parameters or buffers.
@@ -173,7 +170,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return a model's size, and size and names of its largest indivisible modules.
+    """Return the bytes of a model, and the bytes and names of its largest indivisible modules.
 
     Args:
         model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
@@ -239,7 +236,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the smallest parts of a model that a device map can place.
+    """Return the names of the modules and tensors that a device map can place one by one.
 
     The dict maps their names to their positions in the model.
     """
@@ -343,7 +340,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Measure the peak bytes of activations of modules, on the meta device."""
+    """Measure, without real tensors, the most bytes of activations while each module in `units` runs."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

@@ -24,7 +24,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Find a packing, and return the bin of each item.
+        """Find a device with enough room for each block, and return the devices in the order of the blocks.
 
         Returns None if no packing is found within `most_steps`.
 
@@ -129,7 +129,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Memory that a model takes on one device under a device map, in bytes.
+    """Bytes that a model takes on one device with a device map, by purpose, and the limit of the device.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -150,7 +150,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Blocks of a model and memory limits of devices, for which to find a device map."""
+    """Sizes of the blocks of a model, and memory limits of the devices among which to divide them."""
 
     blocks: Sequence[Block]  # in execution order
     budgets: Sequence[Budget]  # in the order accelerators, host, disk
@@ -171,14 +171,10 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if a device runs the blocks stored on it.
-
-        Blocks on other devices are copied to `main` to run there.
-        """
+        # Blocks on other devices are copied to `main` to run there.
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
-        """Return the memory that a placement takes on each device, with its limit."""
         weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
         largest = resident = 0
         for block, place in zip(self.blocks, placement.places, strict=True):
@@ -280,9 +276,9 @@ def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int,
 
 
 def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Spread blocks evenly over devices, by the lowest memory cap that fits them all."""
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
     found = _complete(make(high).in_order())
+    # Search for the lowest memory cap per device that fits all blocks, which spreads them evenly.
     while found is not None and low < high:
         middle = (low + high) // 2
         places = _complete(make(middle).in_order())
@@ -349,7 +345,6 @@ class _Filling:
 
 
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
-    """Find a placement that offloads as few bytes as possible, or return None."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
     reserves = _reserves(problem)
     # For plain dicts, `dispatch_model` uses the first accelerator as the main device, so prefer such placements.
@@ -386,10 +381,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Place blocks so that one device has room left for copies of offloaded blocks.
-
-    Returns None if they do not fit.
-    """
+    # `main` keeps room for copies of offloaded blocks.
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     # Blocks above the reserve cannot be offloaded, so they are placed first.
@@ -460,7 +452,6 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
 
 
 def no_fit_error(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """Return the error for a model that does not fit into its memory limits."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)

@@ -164,7 +164,7 @@ class WeightStream:
         ]
 
     def enter(self, number: int) -> None:
-        """Load a group of offloaded weights before one of its modules runs.
+        """Load the weights of an offloaded group to the device, before a module of the group runs.
 
         Also starts to load the groups that follow.
 
@@ -192,7 +192,7 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Record that a module of a group of offloaded weights has run.
+        """Record that a module of an offloaded group has run, and free its device memory after the last one.
 
         After the group's last module, free its weights on the device.
 

@@ -95,7 +95,6 @@ class _DisjointNames:
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:
-    """Return a transformers model's tied weights, by tied name with the source name."""
     declared = getattr(model, "all_tied_weights_keys", None)
     return declared if isinstance(declared, Mapping) else {}
 
@@ -117,7 +116,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie parameters again after loading has separated them.
+    """Make the parameters of each group one parameter again, after loading has made them separate.
 
     In each group, the first one with values replaces the others.
 
@@ -206,7 +205,6 @@ def release_memory(device: torch.device) -> None:
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """Find the dict and key under which a module has a parameter or buffer."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -222,20 +220,16 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """Map the memory address of each tied parameter to an empty dict.
-
-    The dicts are filled later with the parameter's copies by device.
-    """
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
             found[parameter.data_ptr()] = found.get(parameter.data_ptr(), 0) + 1
     # Empty tensors have the address 0.
+    # Each dict is filled later with copies of the parameter by device.
     return {address: {} for address, times in found.items() if times > 1 and address}
 
 
 def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> int | None:
-    """Return a tensor's memory address if it is that of a tied weight, else None."""
     if not tied_params_map or tensor.is_meta or wraps_others(tensor):
         return None
     address = tensor.data_ptr()

@@ -67,7 +67,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Convert a quantized layer to plain tensors and strings for a safetensors file.
+        """Return a quantized layer as plain tensors and strings, which a safetensors file can store.
 
         Args:
             layer: The layer.
@@ -80,7 +80,7 @@ class Quantizer(ABC):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Rebuild a quantized layer from the tensors and texts of a file.
+        """Rebuild a quantized layer from the tensors and strings that `saved` has returned for a file.
 
         Args:
             layer: The layer to replace.
@@ -90,7 +90,7 @@ class Quantizer(ABC):
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Return True if a layer's tensor names in a checkpoint are those of a quantized one.
+        """Return True if a checkpoint stores a layer in this quantizer's form, judging by its tensors' names.
 
         Args:
             names: Names of a layer's tensors in the file, without the bias.
@@ -98,7 +98,7 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Make a quantized layer differentiable again after it was optimized for inference.
+        """Let gradients pass through a quantized layer again, after a library has packed it for fast inference.
 
         Args:
             layer: The layer.
@@ -116,7 +116,7 @@ class Quantizer(ABC):
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Put new inner tensors, such as gathered ones, into a layer's quantized weight.
+        """Replace the inner tensors of a layer's quantized weight, such as values and scales, by `parts`.
 
         Args:
             layer: The layer.
@@ -133,10 +133,7 @@ class Quantizer(ABC):
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a linear layer's weight on a device in blocks of rows.
-
-    Quantizing needs several times the memory of its input, so small blocks save memory.
-    """
+    # Quantizing needs several times the memory of its input, so small blocks of rows save memory.
     step = max(1, -(-len(weight) // _PIECES))
     for start in range(0, len(weight), step):
         rows = slice(start, min(start + step, len(weight)))
@@ -158,7 +155,6 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """Describe how a tensor and its inner tensors are quantized, for comparisons."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -172,7 +168,6 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a quantized tensor of the same kind as `like` from inner tensors."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]
@@ -234,9 +229,7 @@ def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
 
 
 def get_quantizer(given: str | Quantizer) -> Quantizer:
-    """Return the quantizer with the given name, such as `"nf4"`.
-
-    A quantizer object is returned unchanged.
+    """Return the quantizer for a name such as `"nf4"`, or `given` itself if it is a quantizer.
 
     Args:
         given: `"nf4"`, `"fp4"` or `"int8"` (bitsandbytes), `"int8wo"`, `"int8dq"`, `"int4wo"`, `"float8wo"` or

@@ -106,11 +106,8 @@ class BitsAndBytes(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def _keep_scales(self, made: Any) -> None:
-        """Protect a 4-bit layer from a bitsandbytes kernel that rounds its scales.
-
-        On CPUs with AVX-512 BF16, the first forward in evaluation packs the layer for another kernel. That kernel
-        rounds the scales to bfloat16, and fails if rows or columns are not full blocks (bitsandbytes 0.50.2).
-        """
+        # On CPUs with AVX-512 BF16, the first forward in evaluation packs the layer for another kernel. That kernel
+        # rounds the scales to bfloat16, and fails if rows or columns are not full blocks (bitsandbytes 0.50.2).
         rows, columns = made.weight.quant_state.shape
         if rows % _ROWS_TOGETHER or columns % made.weight.blocksize:
             self.settle(made)
@@ -263,10 +260,6 @@ class BnbQuantizationConfig:
 
 
 def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator[tuple[int, Tensor]]:
-    """Regroup pieces of a weight into flat tensors of whole quantization blocks.
-
-    Yields each tensor with its start index in the weight.
-    """
     start, left = 0, None
     for _, piece in pieces:
         flat = piece.reshape(-1) if left is None else torch.cat([left, piece.reshape(-1)])

@@ -183,15 +183,10 @@ def default_skips(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return True if a module, or one that contains it, has one of the given names."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
 def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
-    """Quantize one linear layer of a model.
-
-    Returns the names of the checkpoint weights that were used.
-    """
     layer: Any = model.get_submodule(name)
     texts: dict[str, str] = {}
     if source is None:
@@ -207,6 +202,7 @@ def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights 
             made = quantizer.quantize(layer, _weight(name, layer, source), device)
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, made)
+    # Names of the checkpoint weights that were used.
     return used
 
 
