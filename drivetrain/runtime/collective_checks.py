@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two checks of the
 def verify_operation(
     operation: str, data: Any, state: PartialState, ignore: Literal["rows", "sizes"] | None = None
 ) -> None:
-    """Check in debug mode that all ranks call the same collective on equal tensors.
+    """Raise an error in debug mode if ranks call different collectives, or with tensors of unequal shapes.
 
     The ranks compare their calls through the store, not through a collective. A rank that calls something else is
     therefore reported instead of causing a hang.
@@ -46,7 +46,6 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Compare a collective call with those of all other ranks."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
@@ -76,7 +75,6 @@ class CallComparison:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait for all ranks' calls, and return the ranks that have exited or are late."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):
@@ -111,7 +109,6 @@ class CallComparison:
 def call_collective(
     operation: str, state: PartialState, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a collective, and explain a failure in a `CollectiveError`."""
     state.heartbeat.beat()
     try:
         function(*args, **kwargs)

@@ -127,7 +127,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def gather_on_main(blocks: Sequence[Any]) -> list[Any]:
-    """Collect lists of Python objects from all processes on the main process.
+    """Return on the main process the Python objects in `blocks` of all processes. Other processes get [].
 
     One object per process is sent at a time, so that the largest of them bounds the memory of the transfer.
 
@@ -353,7 +353,6 @@ def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) ->
 
 
 def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[int]]:
-    """Gather a list of integers from every rank."""
     if not state.use_distributed:
         return [list(values)]
     # If the group has gloo for CPU tensors, use it: it does not synchronize with the device.

@@ -132,7 +132,7 @@ class DeviceKind:
         return 1 if self.drives_all else self.count()
 
     def why_absent(self) -> str:
-        """Return the reason why no device of this kind is available, as the end of an error message."""
+        """Return why this machine has no device of this kind, as text that can end an error message."""
         return "this machine has none (or torch was built without it)."
 
     def device(self, index: int) -> torch.device:
@@ -616,7 +616,6 @@ def _load_packages() -> None:
 
 @functools.cache
 def _register_entry_points() -> None:
-    """Register the device types that installed packages add by entry points."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             found = entry.load()

@@ -202,7 +202,6 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Convert a duration such as `"2 epochs"` to an int, if it has the expected unit."""
     # Other values, such as None or a wrong type, are checked by the caller.
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value

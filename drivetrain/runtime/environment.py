@@ -15,7 +15,6 @@ TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def is_set(*names: str) -> bool:
-    """Return True if the first given environment variable is `1`, `true`, `yes` or `on`."""
     given = (os.environ[name] for name in names if os.environ.get(name))
     return next(given, "").lower() in TRUE
 
@@ -217,7 +216,6 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Raise an error if only some of a launcher's variables are set."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):

@@ -99,7 +99,6 @@ class LaunchError(DrivetrainError, RuntimeError):
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join up to eight names with commas, and count the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
@@ -248,7 +247,7 @@ def _is_library_frame(trace: TracebackType) -> bool:
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Mark drivetrain's and torch's frames, so that IPython does not print them.
+    """Leave out drivetrain's and torch's frames from the traceback of an error that IPython prints.
 
     IPython and its debugger skip frames that have a local variable `__tracebackhide__`. `%xmode show` prints them.
     Has no effect outside IPython.
@@ -306,7 +305,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class of objects that are pickled as their constructor's arguments."""
+    """Base class of objects of which pickle stores only the constructor's arguments, to build them anew."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -68,7 +68,7 @@ class TorchGroup:
 
     @classmethod
     def whole(cls) -> Any:
-        """Return the default process group, or None if there is none."""
+        # None if there is no default process group.
         return dist.group.WORLD
 
     @classmethod

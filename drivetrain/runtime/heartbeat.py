@@ -38,9 +38,9 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Open this rank's counter in the launcher's file, or a private one."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
+            # No launcher follows this process, so its counter is private.
             return cls()
         try:
             with open(path, "r+b") as file:
@@ -54,7 +54,6 @@ class Heartbeat:
         self._cells[_BEATS] += 1
 
     def beating(self, function: Callable[[], int]) -> Callable[[], int]:
-        """Wrap a function so that each call counts as progress of this rank."""
         if not self.watched:
             return function
 
@@ -65,14 +64,14 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Tell the launcher how long collectives wait, and if they use CPU time."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
+        # A wait that uses CPU time must not count as progress.
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress report of a rank, as the launcher reads it from a file.
+    """Progress of one rank, as the launcher reads it from the file that the rank keeps up to date.
 
     Attributes:
         beats: Number of units of progress so far.
@@ -86,7 +85,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Let the launcher follow this process's progress and request its stack."""
+    """Let the launcher see this process's progress in a file, and get its stack by sending a signal."""
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return
@@ -102,7 +101,6 @@ def answer_launcher() -> None:
 
 
 def read_sign(path: str, pid: int) -> Sign | None:
-    """Read the progress of a rank from its file, or None before it has written any."""
     try:
         with open(path, "rb") as file:
             content = file.read(_BYTES)
@@ -111,6 +109,7 @@ def read_sign(path: str, pid: int) -> Sign | None:
     if len(content) < _BYTES:
         return None
     cells = [int.from_bytes(content[start : start + 8], "little") for start in range(0, _BYTES, 8)]
+    # This process has not written any progress yet.
     if cells[_PID] != pid:
         return None
     # Zero means that the timeout is unknown.
@@ -140,7 +139,7 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Return True if the run continues when the process with this error file dies."""
+    # The run continues without a process whose error file has this mark.
     return os.path.exists(_mark(error_file))
 
 
@@ -149,9 +148,9 @@ def mark_left_queue(error: BaseException) -> None:
 
 
 def has_left_queue(error: BaseException | None) -> bool:
-    """Return True if an error was raised while processing an item of a `WorkQueue`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
+        # Raised while the process worked on an item of a `WorkQueue`.
         if hasattr(error, _LEFT_A_QUEUE):
             return True
         seen.add(id(error))

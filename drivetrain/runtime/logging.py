@@ -90,7 +90,7 @@ class Collector(logging.Handler):
     """Base class of log handlers that collect records and display nothing."""
 
     def add_line(self, text: str) -> None:
-        """Collect a line that was printed instead of logged.
+        """Receive a line of text that drivetrain has printed rather than logged, such as a table.
 
         Args:
             text: The line, which may contain line breaks.

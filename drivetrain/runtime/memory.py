@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a call on all processes, with this process's result.
+    """Result of a call by all processes: whether all had enough memory, and the call's return value here.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function, and agree with all processes on whether memory ran out."""
+    """Call a function on all processes, and tell each of them whether all had enough memory."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -225,7 +225,6 @@ class MemoryHistory:
         self.is_recording = False
 
     def start(self) -> None:
-        """Start recording the allocations, if PyTorch supports it for the device."""
         if hasattr(self._functions, "_record_memory_history"):
             self._functions._record_memory_history(max_entries=self._max_entries)
             self.is_recording = True
@@ -248,7 +247,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Buffer that copies results to the host, with one synchronization per block.
+    """Buffer that copies the results of many batches to the CPU, and waits for the device once per block.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.
@@ -262,11 +261,6 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Start copying a batch's results to the CPU.
-
-        Returns the results of the whole block if it is full, otherwise an empty list. `cut` is applied to them on the
-        CPU.
-        """
         own: set[torch.device] = set()
 
         def measure(leaf: Tensor) -> Tensor:
@@ -281,10 +275,10 @@ class HostBlocks:
         self._items.append((send_to_device(item, torch.device("cpu"), non_blocking=bool(queued)), cut))
         self._devices |= queued
         full = len(self._items) >= self._most_items or self._bytes >= self._most_bytes
+        # The results of a full block, otherwise none.
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """Wait until all results are on the CPU, and return them as a list."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
@@ -297,7 +291,6 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, parameter: Any, whole: int) -> tuple[int, int]:
-    """Return a parameter's number of values before quantization, and its bytes."""
     stored = whole * int(parameter.element_size())
     if name != "weight":
         return whole, stored
@@ -320,7 +313,6 @@ def wraps_others(tensor: Any) -> bool:
 
 
 def stored_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that hold a tensor's data."""
     if not wraps_others(tensor):
         yield tensor
         return

@@ -253,7 +253,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
-    """Replace every `TensorInformation` of a nested structure by an empty tensor."""
+    """Return a nested structure with an empty tensor for each `TensorInformation`, a shape and dtype."""
 
     def allocate(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype, device=device)
@@ -271,7 +271,6 @@ def _children(data: Any) -> list[Any] | None:
 
 
 def _with_children(data: Any, children: Sequence[Any]) -> Any:
-    """Return a container like `data` with other values."""
     kind = type(data)
     if kind is dict:
         return dict(zip(data, children, strict=True))

@@ -142,13 +142,10 @@ GENERATORS = {
 
 
 def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
-    """Return which random generators have been used since they were seeded.
-
-    Each generator's next value is compared with the first value after seeding.
-    """
     drawn = []
     for name in names:
         generator = GENERATORS[name]
+        # An unused generator returns its first value after seeding.
         found = generator.draw()
         generator.seed(seed)
         # At least 53 bits are compared, so an equal draw by chance is negligible.
@@ -312,7 +309,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 @contextmanager
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
-    """Restore the global random generators when the `with` block ends.
+    """Return a context manager at whose end the global random generators return to their earlier state.
 
     Copying NumPy's state takes most of the time, so use it once per batch and not once per sample.
     """
@@ -364,9 +361,9 @@ def several_processes() -> bool:
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Return the random generators that data loaders and samplers hold.
+    """Return each random generator that the given data loaders, datasets or samplers have as an attribute.
 
-    Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
+    These are generators of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`), each once, in an
     order that is equal on all processes.
     """
     found: list[Any] = []
@@ -428,7 +425,6 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def kept_generators(*owners: Any) -> Iterator[None]:
-    """Restore the generators of loaders and samplers when the `with` block ends."""
     generators = find_generators(*owners)
     states = [generator_state(generator) for generator in generators]
     try:
@@ -461,7 +457,7 @@ class EpochStart:
         return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
-        """Return rank 0's random state on all processes, so that they draw the same sample order."""
+        # With the random state of rank 0, all processes draw one sample order.
         agreed: EpochStart = broadcast_object_list([self])[0]
         return agreed
 
@@ -499,7 +495,6 @@ class SeparateDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw random numbers from the private state while the `with` block runs."""
         outside = RandomState.capture(devices=False)
         self._state.restore()
         try:
@@ -510,7 +505,6 @@ class SeparateDraws:
             outside.restore()
 
     def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items of an iterator that draws its random numbers from the private state."""
         self._draws_later = True
         return self._iterate(items)
 
@@ -527,11 +521,8 @@ class SeparateDraws:
             yield item
 
     def settle(self) -> None:
-        """Advance the global random generators as if they had drawn the sample order.
-
-        A generator that other code has used in between keeps its own state. The method is called after the first items
-        are drawn, and again at the end. The second call advances only generators that nothing else has used in between.
-        """
+        # Advances the global generators as if they had drawn the sample order. It is called after the first items are
+        # drawn, and again at the end. A generator that other code has used in between keeps its own state.
         now = RandomState.capture(devices=False)
         if self._left is not None:
             self._same = _elementwise_and(self._same, _equal_states(now, self._left))
@@ -558,7 +549,7 @@ def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool
 
 
 def _plain(state: Any) -> Any:
-    """Convert a NumPy generator's state to plain values. The inverse is `_arrays`."""
+    # `_arrays` is the inverse.
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

@@ -200,7 +200,7 @@ class PartialState:
 
     @property
     def store(self) -> Store | None:
-        """Key-value store of the rendezvous.
+        """Key-value store that all processes share, through which they found each other at the start.
 
         None in a single process, or if the script made the process group.
         """
@@ -230,10 +230,7 @@ class PartialState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Clear the shared state, so that it is detected again on next use.
-
-        An initialized process group is kept, and the next state uses it.
-        """
+        # An initialized process group is kept, and the next state uses it.
         stays = _OF_THE_GROUP if dist.is_available() and dist.is_initialized() else ()
         for name in [name for name in cls._shared if name not in stays]:
             del cls._shared[name]
@@ -510,7 +507,6 @@ def _another_device(device: torch.device, asked: object) -> str:
 
 
 def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
-    """Open this rank's progress counter, and count optimizer steps as progress."""
     heartbeat = Heartbeat.attach()
     if heartbeat.watched:
         heartbeat.describe_waits(group_timeout(), spinning=kind.name != "cpu")
@@ -520,14 +516,15 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
             if not torch.compiler.is_compiling():
                 heartbeat.beat()
 
+        # An optimizer step counts as progress.
         register_optimizer_step_post_hook(beat)
     return heartbeat
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Take the rank and world size from a process group that the script has already made."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment
+    # The script has already made a process group.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (environment.rank, environment.world_size) == (rank, world_size):
         return environment
@@ -565,7 +562,6 @@ def _slice_and_pad(inputs: Any, start: int, end: int, missing: int) -> Any:
 
 
 def forget_process() -> None:
-    """Clear the state that a forked process has inherited from its parent."""
     PartialState._reset_state()
 
 

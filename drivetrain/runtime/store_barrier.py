@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Wait until all processes have made this call. Return False on a timeout.
+    """Return True once all processes have called this function with an equal `name`, or False if time is up.
 
     No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
     answer, unless the process that serves the store has exited.
@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Exchange texts between all processes, or return None on a timeout."""
+    """Return the texts `own` of all processes by rank, or None if a process does not call this in time."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -71,7 +71,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """Call of a function on all processes, which share whether it has failed."""
+    """One call of a function by all processes, each of which learns if the call has failed on another."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
@@ -86,23 +86,16 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Announce to the other processes that this one has started a collective call.
-
-        Returns None in a single process. Later calls wait up to `patience` seconds for processes that have not started
-        it.
-        """
         state = PartialState.existing()
+        # `all_had_memory` waits up to `patience` seconds for processes that have not started the call.
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
     def fail(self, error: BaseException) -> None:
-        """Report an error in the call, so that the other processes raise one instead of waiting."""
+        # The other processes then raise an error instead of waiting.
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait until the call has ended on all processes. Return True if none ran out of memory.
-
-        `here` is True if this process had enough memory.
-        """
+        # `here`: this process had enough memory.
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

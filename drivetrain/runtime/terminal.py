@@ -46,7 +46,6 @@ def without_credentials(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Hide credentials and escape control characters in a text."""
     return visible(without_credentials(text))
 
 

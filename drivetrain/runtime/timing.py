@@ -109,10 +109,7 @@ class Timing:
 
     @property
     def inferred(self) -> float:
-        """Fraction of the run's time that was not timed in detail.
-
-        Its split by part is estimated from other steps.
-        """
+        """Fraction of the run's time whose division into parts is only estimated, from steps that were timed."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
@@ -141,7 +138,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Measure the time of a training run, part by part, while the `with` block runs.
+        """Return a context manager that measures how much time a training run spends in each of its parts.
 
         Earlier measurements are discarded.
 
@@ -220,7 +217,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide whether the next training steps are timed. Return when to decide again.
+        """Choose at random whether to time the next training steps, and return when to call this method again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -250,7 +247,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start counting a run's batches. Return the count at which to call `turn` first.
+        """Start to count the batches of a run, and return at which number to call `turn` for the first time.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -279,14 +276,14 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return n such that timing one of n batches costs at most 0.1 % of the training time."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
+        # Timing one of so many batches costs at most 0.1 % of the training time.
         return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
-        """Time the wait for other processes at the end of a backward pass, by a hook on the loss.
+        """Measure how long the backward pass of a loss waits for other processes at its end.
 
         Args:
             loss: The tensor on which `backward` is called.

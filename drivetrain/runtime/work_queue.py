@@ -74,7 +74,7 @@ class WorkQueue:
         self._signs: threading.Thread | None = None
 
     def wait_for_all(self) -> None:
-        """Wait until every process has created its queue, so that none exits while others still connect.
+        """Wait until all processes have created the queue, so that none ends before others have joined.
 
         Raises:
             CollectiveError: If a process does not create one within the store's timeout.
@@ -111,7 +111,7 @@ class WorkQueue:
         return _item(self._inputs, taken[0])
 
     def done(self, result: Any) -> None:
-        """Store the result of the input that this process took last, so that all processes can read it.
+        """Store the result of the item that this process took last, so that `results` returns it everywhere.
 
         Args:
             result: A picklable object. Its tensors are moved to the CPU.
@@ -145,7 +145,7 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results of all inputs, in input order.
+        """Return the results of all items of the queue, in the order in which the items were given.
 
         Call this after the loop over the queue has ended.
 
@@ -170,10 +170,6 @@ class WorkQueue:
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """Claim the next item. Return its index and failed attempts, or None at the end.
-
-        Items whose process has died are taken again. The call waits as long as other processes may still die.
-        """
         # First the items that no process has taken, then those whose process has died.
         while self._has_new:
             index = self._add("next") - 1
@@ -182,6 +178,7 @@ class WorkQueue:
             elif self._claim(index, "", 0):
                 return index, 0
         pause = _SHORTEST
+        # Waits as long as other processes may still die, because their items are then taken again.
         while pending := self._pending():
             for index in pending:
                 holder = self._get(f"claim/{index}")

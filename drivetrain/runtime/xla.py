@@ -111,7 +111,7 @@ def device_count() -> int:
 
 
 def has_process_per_device() -> bool:
-    """Return True if one process can drive each XLA device.
+    """Return True if each XLA device can have a process of its own, as on most TPUs.
 
     This is False on the CPU and on TPU v2 and v3, where a process drives both cores of a chip.
     """
