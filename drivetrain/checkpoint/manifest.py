@@ -232,7 +232,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Where a checkpoint keeps the states of models and optimizers, as paths of keys in its nested dict.
+    """Keys under which a checkpoint stores the states of models and of optimizers, as paths in its nested dict.
 
     Attributes:
         models: The path of the models' states.
@@ -268,7 +268,6 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state of all processes with today's keys, even if an older version wrote it."""
     if "engine" in shared:
         found = {"driver": {}, "kept": [], **shared}
         for name, kind in (("engine", Mapping), ("driver", Mapping), ("kept", list)):
@@ -277,6 +276,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
                     f"The checkpoint is not the state of a run: its entry {name!r} is a {type(found[name]).__name__}."
                 )
         return found
+    # An older version wrote the state under other keys.
     driver = dict(shared)
     engine: dict[str, Any] = {}
     if "state_dict" in shared:
@@ -299,9 +299,9 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state of one process with today's keys, even if an older version wrote it."""
     if "engine" in own:
         return dict(own)
+    # An older version wrote the state under other keys.
     return {
         "engine": {"random": own.get("random")},
         "driver": {name: value for name, value in own.items() if name != "random"},

@@ -425,9 +425,9 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Save a checkpoint to `directory`, at once or in the background, after the previous save has ended.
+        """Save a checkpoint of `shared`, the state of all processes, and `own`, the state of this process.
 
-        All processes must call the method.
+        The save starts once the previous one has ended. All processes must call the method.
 
         See `save_run_state`.
         """

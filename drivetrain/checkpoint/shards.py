@@ -177,8 +177,6 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Checkpoint file from which byte ranges are read, and whose hash can be checked along the way."""
-
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
         self._position = 0

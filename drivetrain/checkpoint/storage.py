@@ -516,7 +516,7 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Return the host, id and start time of this process, by which others can see later if it still runs."""
+    """Return what identifies a process on all machines: host, id and start time, to tell later if it runs."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 

@@ -137,7 +137,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Return how many parameters a model has in all and for training, and in each unit of FSDP."""
+    """Return a model's number of parameters: all, the trained ones, and those of each unit that FSDP shards."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))

@@ -38,8 +38,6 @@ from drivetrain.runtime.pytrees import find_device, send_to_device
 
 
 class _OneDevice(TorchFunctionMode):
-    """Mode in which torch repeats an operation on tensors of several devices with all of them on one."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
@@ -94,7 +92,6 @@ class _OneDeviceHooks:
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Add hooks with which modules whose parts are on several devices can combine the tensors of these parts."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -107,6 +104,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
         takes_any = several and bool(devices) and module not in computes
         # CPU tensors of a module with an execution device are offloaded, so they are on that device during its call.
         devices |= {tensor.device for tensor in own if module not in computes or tensor.device.type != "cpu"}
+        # The hooks let a module on several devices combine the tensors of its parts.
         if len(devices) > 1 or takes_any:
             hooks = _OneDeviceHooks()
             handles += [
@@ -224,7 +222,6 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Add the hooks that run modules on the devices of a device map, and return the record to remove them."""
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)

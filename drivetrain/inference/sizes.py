@@ -116,7 +116,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Count the bytes of a tensor that are not in `covered`, and add them, so that shared memory counts once."""
+    # Memory that tensors share counts once.
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -340,7 +340,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Measure, without real tensors, the most bytes of activations while each module in `units` runs."""
+    """Return how many bytes of activations exist at most while each module in `units` runs in the model."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

@@ -24,12 +24,6 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Find a device with enough room for each block, and return the devices in the order of the blocks.
-
-        Returns None if no packing is found within `most_steps`.
-
-        Items are placed by decreasing size, or in the given order with `largest_first=False`.
-        """
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -38,6 +32,7 @@ class Search:
         chosen: list[int] = []
         options = [self._rooms_to_try(chosen, not largest_first)] if order else []
         steps = 0
+        # Gives up after `most_steps`, as if there were no packing.
         while options and steps < self.most_steps:
             steps += 1
             if not options[-1]:

@@ -86,7 +86,7 @@ def _read_kernel_file(path: str) -> bytes:
 
 
 def cpu_times() -> tuple[float, float]:
-    """Return the seconds that all CPUs of the machine have worked, and the seconds that they worked or idled.
+    """Return two sums over all CPUs of the machine: seconds of work, and seconds of work and idling.
 
     Only differences of two results are meaningful. On Linux they are read from a file, without psutil.
     """

@@ -59,9 +59,10 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes, and tell each of them whether all had enough memory."""
     if releases:
         _release()
+    # `what` names the call in errors. `patience`: seconds to wait for processes that have not started the call, and,
+    # after this one ran out of memory, for those that have not ended it.
     shared = SharedAttempt.begin(what, patience)
     result, failure = None, None
     try:

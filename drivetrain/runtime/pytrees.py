@@ -253,7 +253,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
-    """Return a nested structure with an empty tensor for each `TensorInformation`, a shape and dtype."""
+    """Replace each `TensorInformation` (a shape and a dtype) in a nested structure by an empty tensor."""
 
     def allocate(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype, device=device)

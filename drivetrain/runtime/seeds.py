@@ -309,7 +309,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 @contextmanager
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
-    """Return a context manager at whose end the global random generators return to their earlier state.
+    """Return a context manager that restores the state of the global random generators at its end.
 
     Copying NumPy's state takes most of the time, so use it once per batch and not once per sample.
     """

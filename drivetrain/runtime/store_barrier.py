@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Return the texts `own` of all processes by rank, or None if a process does not call this in time."""
+    """Return the texts `own` of all processes, which call this with one `name`, or None if some do not."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
