@@ -101,9 +101,8 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
         raise _NotWritten(f"it contains {{{word!r}: {_shown(content)}}}") from error
 
 
-class _NotWritten(Exception):
-    # JSON content that drivetrain never writes, as in a damaged checkpoint
-    ...
+# JSON content that drivetrain never writes, as in a damaged checkpoint
+class _NotWritten(Exception): ...
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:

@@ -39,9 +39,8 @@ class Observer:
         # Called before the loader is divided among processes.
         return loader
 
-    def model(self, model: Any) -> None:
-        # Called after the model has been prepared.
-        ...
+    # Called after the model has been prepared.
+    def model(self, model: Any) -> None: ...
 
     def batches(self, loader: Any, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         # Pairs of a batch and its `BatchInfo`.
