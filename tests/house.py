@@ -451,7 +451,7 @@ ROOMS = {
     "checkpoint": (13, 3175),
     "cli": (18, 1580),
     "compat": (193, 12047),
-    "data": (14, 3003),
+    "data": (14, 3001),
     "inference": (24, 5420),
     "launch": (15, 4228),
     "planning": (13, 2602),
