@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import drivetrain
+from drivetrain.verification import verify
 from tests.pool import ROOT
 from tests.verification.cases import HERE, MISTAKES, NOT_COMPARABLE, SOUND, Case
 
@@ -50,7 +50,7 @@ def test_a_sound_script_is_the_same(tmp_path: Path) -> None:
 def test_a_mean_over_tokens_is_named_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    result = drivetrain.verify(RAW, ["token_mean"], num_processes=2, flags=["--cpu"], steps=3)
+    result = verify(RAW, ["token_mean"], num_processes=2, flags=["--cpu"], steps=3)
 
     assert result.finding is not None
     assert (result.finding.cause, result.finding.step, result.finding.quantity) == ("mean per rank", 1, "loss")
