@@ -153,7 +153,7 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Return the topology for plain data parallelism."""
+        """Return the `Topology` of a run in which every process loads its own part of the data."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
@@ -185,40 +185,32 @@ class Topology:
 
     @property
     def counts_rows(self) -> bool:
-        """False if another process loads equal samples and counts them, so that no sample is counted twice."""
+        """True if gathers keep this process's samples. Of processes that load equal samples, only one's are kept."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """False if another process logs equal values, which are counted in metrics in place of this one's."""
+        """True if metrics include this process's logged values. Of processes with equal values, one is included."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """Index of this process among the ranks whose logged values count in metrics, and the number of them.
-
-        Used to distribute saved metrics when a run resumes with other ranks. A process whose values do not count has
-        the index of its data shard.
-        """
+        # The index among the ranks whose logged values metrics include, and their number. Saved metrics are distributed
+        # by it when a run resumes with other ranks. A process whose values are not included has the index of its data
+        # shard.
         if self.value_ranks is None:
             return self.rank, self.environment.world_size
         index = self.value_ranks.index(self.rank) if self.counts_values else self.data_shard.index
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Return `per_rank`, a list by rank, without the entries of ranks whose data repeats another rank's.
-
-        The entries are in data order. `rows` selects the ranks whose samples count. The default selects the ranks whose
-        logged values count.
-        """
+        # `per_rank` is a list by rank. Entries of ranks whose data repeats another rank's are left out, and the others
+        # are in data order. `rows` selects the ranks whose samples count, the default those whose logged values count.
         ranks = self.data_ranks if rows else self.value_ranks
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over processes. Of processes with equal values, only one is added.
-
-        A collective call.
-        """
+        # A collective call. Of processes with equal values, only one is added.
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
@@ -325,7 +317,13 @@ class Gradients:
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Drop the gradients of a model that the strategy keeps outside `.grad`."""
+        """Clear those gradients of a model that the strategy stores outside of `Parameter.grad`.
+
+        The base class stores none.
+
+        Args:
+            model: The prepared model.
+        """
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
         """Wait until the optimizers' gradients are reduced over all processes. A collective call.
@@ -341,7 +339,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply gradients by `factor` in place, or, with `bound`, clamp each element to `[-bound, bound]`.
+        """Multiply gradients by `factor` in place. If `bound` is given, clamp them to `[-bound, bound]` instead.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -414,7 +412,7 @@ def refuse_several_losses(reason: str) -> NoReturn:
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return a loss of zero that gives each trainable parameter a zero gradient."""
+    # For steps without a batch. The backward gives each trainable parameter a zero gradient.
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
     # A product of 0 and an infinite or NaN parameter would be NaN.
@@ -451,7 +449,7 @@ _first_names: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
 
 
 def record_names(model: nn.Module, optimizer: Optimizer) -> None:
-    """Record the names of an optimizer's parameters before the model replaces them."""
+    # `prepare` may replace parameters that the optimizer holds. Their state is then saved under these first names.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if all(each in names for each in held):
@@ -459,10 +457,7 @@ def record_names(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Map parameters, by `id`, to their names in the model.
-
-    A replaced parameter that the optimizer still holds keeps its first name.
-    """
+    # From `id` to name. A replaced parameter that the optimizer still holds keeps its first name.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     used = {names[each] for each in held if each in names}
@@ -511,11 +506,11 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state tensors to the device of their parameters.
+    """Give each state tensor of an optimizer the device and the memory layout of its parameter.
 
-    They also get the parameters' memory layout. Checkpoints hold contiguous tensors. Torch's fused optimizers pair a
-    parameter and its state by memory offset. For a transposed or channels_last parameter, contiguous state would
-    therefore update the wrong elements. State of float64 parameters is converted to float64.
+    Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset. For a
+    transposed or channels_last parameter, contiguous state would therefore update the wrong elements. State of float64
+    parameters is converted to float64.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -569,7 +564,7 @@ HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """Model and optimizer state dicts of strategies with a whole model per process.
+    """Base class that reads and loads state dicts of prepared models and their optimizers, for checkpoints.
 
     A strategy that shards the model uses a subclass.
 
@@ -589,7 +584,7 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a prepared model's weights by name. With `full`, rank 0 gets whole tensors.
+        """Return a prepared model's state dict: this process's part for a checkpoint, or, with `full`, all weights.
 
         Names have no prefix of a wrapper such as DDP. A collective call.
 
@@ -611,7 +606,7 @@ class ModelState:
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return the state of a prepared model's optimizer by parameter name, to store in a checkpoint.
+        """Return an optimizer's state dict for a checkpoint, in which parameters are referred to by name.
 
         Args:
             model: The model that `prepare` returned.
@@ -643,10 +638,11 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return a prepared model's parameters by name, or this process's shards of them, to change in place.
+        """Return a prepared model's parameters by name. Values written to these tensors change the model.
 
-        Changes to them change the model. Parameters gathered for a forward pass are freed first, so that the next
-        forward pass uses the written values. Call it again after `requires_grad` has changed on any parameter.
+        If the model is sharded, the tensors are this process's shards. Parameters gathered for a forward pass are freed
+        first, so that the next forward pass uses the written values. Call this method again after `requires_grad` has
+        changed on any parameter.
         """
         return dict(self.strategy.unwrap(model).named_parameters())
 
@@ -656,20 +652,13 @@ class ModelState:
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class as the user wrote it.
-
-    FSDP replaces the class of each sharded module by a subclass.
-    """
     # `fully_shard` puts its own subclasses in front of the module's class.
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """Replace the buffers in a state dict by those of rank 0.
-
-    A collective call. Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint
-    would otherwise mix the buffers of several ranks.
-    """
+    # A collective call. Buffers differ between processes until DDP's next forward pass broadcasts them. A checkpoint
+    # would otherwise mix the buffers of several ranks.
     for name, _ in model.named_buffers():
         if name in state:
             state[name] = broadcast(state[name].detach().clone())
@@ -683,7 +672,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """Value of a setting, and the argument that set it, for error messages."""
+    """Value of a setting, with the name of the user's argument that set it, to name it in error messages."""
 
     argument: str  # such as "Trainer(gradient_clip_val)"
     value: Any
@@ -740,7 +729,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class for moving batches to devices such as TPUs.
+    """Base class of objects with which a strategy changes how batches are moved to its devices, such as TPUs.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -749,7 +738,11 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that moves a batch to its devices and may call `place`, the default function."""
+        """Return the function that moves batches to the strategy's devices.
+
+        Args:
+            place: The function that moves a batch by default. The returned function may call it.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -801,7 +794,7 @@ class Strategy(ABC):
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Adapt the strategy to this process's rank and device, before models are prepared.
+        """Begin a run: set `topology`, `gradients` and `state` for this process, before a model is prepared.
 
         Pass a function to `state.before_leaving` to release objects that hold the process group alive.
 
@@ -830,7 +823,7 @@ class Strategy(ABC):
     # Model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to construct the model."""
+        """Return the context to construct a model in, where a strategy can, for example, create sharded parameters."""
         return nullcontext()
 
     def prepare(
@@ -870,7 +863,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage. For evaluation, it may be the model without DDP's wrapper.
+        """Return the module to call in a training or evaluation stage, such as DDP's wrapper or the bare model.
 
         Called on all processes when the stage begins.
 
@@ -940,7 +933,7 @@ class Strategy(ABC):
 
 
 class OptimizerProxy(Optimizer):
-    """Base class for wrappers that share an optimizer's parameter groups and state.
+    """Base class of wrappers that read and change the groups and state of an optimizer.
 
     A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
@@ -985,9 +978,9 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies that hold several configurations by name, one of which is selected.
+    """Base class for strategies with several named configurations, of which each prepared model uses one.
 
-    The selected configuration applies to the models that are prepared next.
+    `select_configuration` selects the one for the models that are prepared next.
     """
 
     def add_configuration(self, name: str, other: Strategy) -> None:
@@ -1003,11 +996,11 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def select_configuration(self, name: str) -> None:
-        """Select the named set of options for the models that are prepared next."""
+        """Select the configuration for the next models that are prepared, by its name in `add_configuration`."""
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision in the configuration that `select_configuration` selected, or else `given`.
+        """Return the precision to train with: the selected configuration's own, or `given`, the user's argument.
 
         Args:
             given: A precision or its name, or None.
@@ -1043,20 +1036,15 @@ class ReducingWrapper(nn.Module):
     """Base class for model wrappers that average gradients during backward, like DDP."""
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Let this wrapper average the gradients of a loss that was computed without calling the wrapper.
-
-        Call it before the backward pass.
-        """
+        """Make the next backward pass average gradients, although `loss` was computed without this wrapper."""
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a zero loss. Its backward joins the gradient reduction when a process skips its batch."""
+        """Return a zero loss, whose backward lets a process that skips its batch join the averaging of gradients."""
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise an error if the last backward pass did not reduce all gradients.
-
-        Other processes would wait for the missing ones.
+        """Raise an error if the last backward pass left gradients unreduced, for which other processes still wait.
 
         No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """

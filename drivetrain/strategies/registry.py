@@ -224,11 +224,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return the strategy for `spec` if it starts processes in each call such as `Trainer.fit`, else None.
-
-    Args:
-        spec: A registered name, `"auto"`, or a `Strategy`.
-    """
+    # None if the strategy does not start processes in each call such as `Trainer.fit`.
     if isinstance(spec, str):
         factory = _STRATEGIES.get(spec) if spec.startswith(tuple(_OF_A_VERB)) else None
         spec = None if factory is None else factory()
@@ -236,17 +232,7 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a `DDP` strategy with `options`, or the default strategy in a run with one process.
-
-    Args:
-        spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.
-        environment: Rank and world size of this process.
-        given: The options as the user wrote them, for error messages.
-        options: Arguments of `DDP`.
-
-    Raises:
-        ConfigurationError: `spec` is another strategy.
-    """
+    # `given` shows the options as the user wrote them, for the error message.
     if isinstance(spec, DDP) and set(options) == {"sync_batchnorm"}:
         spec.sync_batchnorm = environment.is_distributed
         return spec

@@ -38,7 +38,8 @@ class StepModule(nn.Module):
         self.register_parameter("presence", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a step function, given as the first argument, with the others, or call the task's `forward`."""
+        # A function in front, such as the task's training step, is called with the other arguments. Otherwise the
+        # task's forward is.
         is_step = args and callable(args[0]) and not isinstance(args[0], nn.Module)
         output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
         if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):

@@ -20,7 +20,7 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """Return the submodules that FSDP shards separately, innermost first.
+    """Return the submodules that `wrap` selects and that FSDP shards separately, innermost first.
 
     `option` is the name of the user's argument, for error messages.
     """
@@ -70,7 +70,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of which a model has several, such as its transformer layers.
+    """Return the repeated blocks of a model, such as the layers of a transformer.
 
     A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
     submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.

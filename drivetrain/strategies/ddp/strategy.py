@@ -94,7 +94,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """Gradient bucket of DDP with tensors reshaped for torch's PowerSGD hook."""
+    # Gives torch's PowerSGD hook reshaped tensors in place of the bucket's own.
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -119,11 +119,8 @@ def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook that compresses a bucket of gradients as one matrix.
-
-    It uses PowerSGD. Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function
-    that orthogonalizes a batch of matrices (torch 2.13).
-    """
+    # PowerSGD of a bucket's gradients as one matrix. Torch's `batched_powerSGD_hook` fails at its first compression: it
+    # passes one matrix to a function that orthogonalizes a batch of matrices (torch 2.13).
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     own: torch.Tensor = bucket.buffer()
@@ -328,7 +325,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a step that ran out of memory can run again: not with `comm_hook` or `sync_batchnorm`."""
+        """False with `comm_hook` or `sync_batchnorm`. A step that ran out of memory then cannot be run again."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager

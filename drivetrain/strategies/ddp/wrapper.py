@@ -141,7 +141,7 @@ _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
-    """Torch's DDP module, whose parameters can be frozen and unfrozen in training.
+    """Torch's `DistributedDataParallel`, extended to let parameters be frozen and unfrozen during training.
 
     Torch reduces the parameters that required gradients at construction, and ignores later changes. This class rebuilds
     the reducer if other parameters require gradients.
@@ -370,7 +370,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return [*self.reduced, *(named[each] for each in (*ignored, *left_out) if each in named)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of the user's module with their names."""
         module: nn.Module = self.module
         return list((module.task if isinstance(module, StepModule) else module).named_parameters())
 
@@ -475,7 +474,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Result of a search for the DDP modules that reduce the gradients of an optimizer's parameters.
+    """Record of the DDP modules that average an optimizer's gradients, and of parameters that none averages.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -489,7 +488,7 @@ class Held:
 
 
 class Copies:
-    """Registry of a run's DDP modules, to find processes whose copy of a model has become different.
+    """Registry of a run's DDP modules, which compares their weights between processes to find differences.
 
     Attributes:
         wrapped: The DDP modules.
@@ -512,10 +511,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Find the DDP modules that hold an optimizer's parameters.
-
-        The result is cached until the optimizer's parameters or a module's reducer change.
-        """
+        # Cached until the optimizer's parameters or a module's reducer change.
         known = self._held.get(optimizer)
         reducers = 0
         for one in self.wrapped if known is None else known.wrapped:

@@ -164,7 +164,7 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise `ConfigurationError`, since only the optimizer that `prepare` returns can step."""
+        """Raise `ConfigurationError`: a placeholder cannot step, only the optimizer that `prepare` returns can."""
         raise ConfigurationError(
             "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
             "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
@@ -334,7 +334,7 @@ def _at(config: Any, path: str) -> Any:
 
 @dataclass
 class Known:
-    """Facts about a run that fill in missing values of a DeepSpeed configuration.
+    """Settings and objects of a run, from which `"auto"` values in a DeepSpeed configuration are filled in.
 
     Attributes:
         world_size: Number of processes.
@@ -383,10 +383,7 @@ def complete(config: Config, known: Known) -> Config:
 
 
 def _leave_out_disabled(config: Config) -> None:
-    """Remove disabled features from a DeepSpeed configuration.
-
-    DeepSpeed rejects removed features, and `"auto"` in a section, even if disabled.
-    """
+    # DeepSpeed rejects features that it no longer has, and `"auto"` in a section, even if disabled.
     for key, value in list(config.items()):
         if isinstance(value, dict) and value.get("enabled") is False:
             if key in ("bf16", "fp16"):
@@ -743,10 +740,7 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _set_option(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Set a DeepSpeed option. Raise an error if the configuration has another value.
-
-    Does nothing if `value` is None.
-    """
+    # `argument` is the user's argument for the option, for the error message.
     if value is None:
         return
     key = path.rpartition(".")[2]
@@ -787,7 +781,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """Options of the `DeepSpeed` strategy, with its DeepSpeed configuration.
+    """DeepSpeed configuration of a `DeepSpeed` strategy, and the strategy's options that are not part of it.
 
     Attributes:
         config: The configuration, in which `"auto"` values are not yet filled in.

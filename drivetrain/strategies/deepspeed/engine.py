@@ -30,7 +30,7 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of which parameters had a gradient since the last step, because others must not change.
+    """Record of the parameters without a gradient since the last step, which DeepSpeed must leave unchanged.
 
     In plain PyTorch, a step leaves parameters without a gradient unchanged.
 
@@ -118,7 +118,6 @@ class Participation:
         self._seen.zero_()
 
     def destroy(self) -> None:
-        """Remove the gradient hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -194,7 +193,6 @@ class TrainedModel:
         return [parameter for held in self._held.values() for parameter in held]
 
     def discard_gradients(self) -> None:
-        """Drop the engine's accumulated gradients without an optimizer step."""
         if self.holds_gradients:
             self.layout.discard()
             self.participation.discard()
@@ -217,7 +215,6 @@ class TrainedModel:
         self.forget_gradients()
 
     def destroy(self) -> None:
-        """Remove the model's gradient hooks and destroy its DeepSpeed engine."""
         self.participation.destroy()
         # After the hooks are removed, a later engine of the model does not report gradients to this one.
         self.engine.destroy()
@@ -248,14 +245,12 @@ class Engines:
         self._trained.clear()
 
     def find(self, model: nn.Module) -> TrainedModel | None:
-        """Return the `TrainedModel` of a prepared or original module, or None."""
         for trained in self._trained:
             if model is trained.engine or model is trained.bare or model is trained.engine.module:
                 return trained
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """Return the `TrainedModel` of a module, or raise an error if there is none."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
@@ -264,7 +259,6 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """Return the model that an optimizer trains with a DeepSpeed engine."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -289,7 +283,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """Optimizer that `prepare` returns, and that steps a DeepSpeed engine.
+    """Optimizer that the `DeepSpeed` strategy returns from `prepare`. Its `step` steps the DeepSpeed engine.
 
     Parameter groups, options and state are those of the optimizer inside the engine.
     """
@@ -330,10 +324,7 @@ class EngineOptimizer(OptimizerProxy):
             setattr(self.optimizer, name, value)  # such as the step counter that schedulers attach
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the engine's accumulated gradients.
-
-        `set_to_none` has no effect.
-        """
+        # `set_to_none` has no effect.
         self.trained.discard_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -369,7 +360,7 @@ class _FixedList(list[Any]):
 
 
 class _Group(dict[str, Any]):
-    """Parameter group that passes changes of its options to DeepSpeed's optimizer."""
+    # Passes changes of options, such as the learning rate, to DeepSpeed's optimizer.
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__(inner, params=parameters)
@@ -395,7 +386,7 @@ class _Group(dict[str, Any]):
 
 
 def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """Return the norm of gradients over all processes. A collective call."""
+    # A collective call.
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
@@ -421,7 +412,6 @@ def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Ten
 
 
 def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp the gradients that a DeepSpeed engine holds to `[-value, value]`."""
     bound = value * trained.layout.loss_scale
 
     def clamp(gradients: list[Tensor]) -> None:

@@ -27,7 +27,7 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Reader and writer of the gradients, master weights and optimizer state inside a DeepSpeed engine.
+    """Base class for access to the gradients, master weights and optimizer state inside a DeepSpeed engine.
 
     Each subclass serves one of the forms in which DeepSpeed's ZeRO stages store them.
 
@@ -54,16 +54,13 @@ class Layout(ABC):
 
     @abstractmethod
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Return the reduced gradients of parameters, or this process's shards of them.
-
-        Parameters without a part on this process are left out. Call `commit` after changing the tensors in place.
-        """
+        # Reduced gradients, or this process's shards of them. Parameters without a part on this process are left out.
+        # Call `commit` after changing the tensors in place.
+        ...
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Write changed gradients back to the DeepSpeed engine.
-
-        Needed if the method `gradients` has returned copies.
-        """
+        # Writes changed gradients back to the engine. Needed if `gradients` has returned copies.
+        ...
 
     @abstractmethod
     def discard(self) -> None: ...
@@ -111,7 +108,8 @@ class Layout(ABC):
         ...
 
     def finish_step(self) -> None:
-        """Zero the gradient buffers that DeepSpeed keeps after a step."""
+        # Zeroes the gradient buffers that DeepSpeed keeps after a step.
+        ...
 
     def counts_steps(self, parameter: Parameter) -> bool:
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
@@ -323,7 +321,7 @@ class FlatLayout(Layout):
 
 
 class PartitionedLayout(Layout):
-    """Layout of ZeRO stage 3, with parameters split over the processes."""
+    # ZeRO stage 3, with parameters split over the processes.
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)

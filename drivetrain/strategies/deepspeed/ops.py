@@ -106,10 +106,8 @@ def _is_open(path: Path) -> bool | None:
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Context manager that sets whether DeepSpeed uses shared memory on the CPU.
-
-    DeepSpeed compiles the operator if necessary. With `wanted=None`, it is used only if it is already compiled.
-    """
+    # Sets whether DeepSpeed's collectives on the CPU use shared memory, for which it compiles an operator if necessary.
+    # With `wanted=None`, the operator is used only if it is already compiled.
     use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
     if use:
         check_locks([SHARED_MEMORY])
@@ -214,7 +212,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """Process group that DeepSpeed and `torch.distributed` both use in a run, created if none exists.
+    """Process group of a run, which `torch.distributed` and DeepSpeed share.
 
     Without a process group, a group of this one process is created.
 
@@ -266,10 +264,6 @@ class DeepSpeedGroup:
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
-    """Raise an error if the device's index is not the local rank.
-
-    DeepSpeed uses no other index.
-    """
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
             f"DeepSpeed uses the device with the index of the process's local rank ({environment.local_rank}), not "

@@ -143,12 +143,12 @@ class DeepSpeed(Configured):
 
     @property
     def zero_init(self) -> bool:
-        """True if ZeRO-3 shards a model already while `init_context` constructs it."""
+        """True if `init_context` shards a model's parameters while the model is constructed, at ZeRO stage 3."""
         return self.settings.zero_init
 
     @property
     def moe_layers(self) -> Sequence[str | type[nn.Module]]:
-        """Classes of mixture-of-experts layers, for which ZeRO-3 gathers the parameters of all experts at once."""
+        """Module classes, or their names, that ZeRO-3 gathers as a whole, such as mixture-of-experts layers."""
         return self.settings.moe_layers
 
     # processes
@@ -191,7 +191,7 @@ class DeepSpeed(Configured):
             self.check_settings(settings)
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise an error if a DeepSpeed configuration cannot run here.
+        """Raise an error if a DeepSpeed configuration conflicts with the installation or the run's precision.
 
         Args:
             settings: The configuration, together with the strategy's options for it.
@@ -497,7 +497,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise an error if an optimizer trains several dtypes, because ZeRO joins them."""
+    # ZeRO joins the trained parameters, which must therefore have one dtype.
     by_dtype: dict[torch.dtype, list[str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -514,10 +514,7 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
 
 
 def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise an error if a parameter group is completely frozen.
-
-    ZeRO cannot flatten it.
-    """
+    # ZeRO cannot flatten a group without trained parameters.
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
@@ -528,10 +525,7 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the parameter names of each non-empty group of an optimizer.
-
-    Raise `ConfigurationError` if a parameter does not belong to the model.
-    """
+    # Empty groups are left out.
     groups = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -65,10 +65,10 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load a full state dict into a model and its DeepSpeed engine.
+    """Load a full state dict into a model, and into the master weights that its DeepSpeed engine holds.
 
-    A collective call. Master weights are loaded, too. Returns the missing and unexpected names. Raises
-    `CheckpointError` if there are any and `strict` is True, or if a shape is wrong.
+    A collective call. Returns the missing and unexpected names. Raises `CheckpointError` if there are any and `strict`
+    is True, or if a shape is wrong.
     """
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}
@@ -162,7 +162,7 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 class ZeroState(ModelState):
-    """Saving and loading of models and optimizers whose state ZeRO shards over processes."""
+    """State dicts of models and optimizers that DeepSpeed's ZeRO shards, gathered from all processes."""
 
     held_as = "parts"
 
@@ -218,15 +218,12 @@ _OPTIMIZER = "*_optim_states.pt"
 
 
 def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> None:
-    """Save the checkpoint of a model's DeepSpeed engine. A collective call."""
+    # A collective call.
     trained.engine.save_checkpoint(os.fspath(directory), tag=tag)
 
 
 def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
-    """Load a checkpoint in DeepSpeed's own format. A collective call.
-
-    Raise `CheckpointError` if there is none, or if another number of processes wrote it.
-    """
+    # A collective call.
     folder = folder_of(directory, tag)
     written = len(list(folder.glob(_OPTIMIZER)))
     if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
@@ -296,7 +293,7 @@ def merge_native(
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """Checkpoint format of DeepSpeed's engine."""
+    """Reader of the checkpoints that a DeepSpeed engine writes, which joins their shards to full tensors."""
 
     name = "deepspeed"
 

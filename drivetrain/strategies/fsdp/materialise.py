@@ -70,7 +70,7 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Loader that fills a sharded model with values from rank 0."""
+    """Object that copies rank 0's values of parameters and buffers into a sharded model on all processes."""
 
     def __init__(self, device: torch.device, rank: int, peers: bool) -> None:
         self._device, self._peers = device, peers
@@ -99,7 +99,7 @@ class Materialiser:
                 self.fill(parameter, values.get((id(module), name)))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Overwrite a model's buffers with those of rank 0. A collective call."""
+        # A collective call. All processes get the buffers of rank 0.
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:

@@ -137,7 +137,6 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the scalars and ignored parameters, which FSDP does not shard."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -147,8 +146,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Object that shards models with the options of the `FSDP` strategy."""
-
     def __init__(
         self,
         options: FSDPOptions,
@@ -291,10 +288,7 @@ class ModelSharder:
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to shard as roots, usually only the model itself.
-
-        A task that runs backward itself calls its children directly, without the model's forward.
-        """
+        # A task that runs backward itself calls its children directly, without the model's forward.
         if not (isinstance(model, StepModule) and model.partial_backwards):
             return [model]
         roots: list[nn.Module] = []
@@ -323,7 +317,6 @@ class ModelSharder:
                     register_fsdp_forward_method(bare, name)
 
     def rewrite_blocks(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Apply the options `activation_checkpointing` and `compile` to the blocks of a model."""
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
@@ -429,7 +422,7 @@ class ModelSharder:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Make a model's parameters contiguous, since torch shards no other format."""
+    # Torch's `fully_shard` shards contiguous parameters only.
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -472,7 +465,7 @@ class ShardMesh:
         return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def leave(self) -> None:
-        """Destroy the process group that FSDP's mesh created in a run of one process."""
+        # In a run of one process, the mesh has created the process group.
         self._mesh = None
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()

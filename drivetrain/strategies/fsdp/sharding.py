@@ -84,10 +84,7 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Make normalization layers compute in float32.
-
-    Unless `everywhere` is set, only batch normalization does.
-    """
+    # All normalization layers compute in float32, or, unless `everywhere` is set, only batch normalization.
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -107,10 +104,6 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Raise an error if an optimizer cannot step sharded parameters.
-
-    L-BFGS and SGD with `fused=True` cannot.
-    """
     if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         return
     name = type(optimizer).__name__
@@ -144,10 +137,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """List the module attributes that hold a model's parameters.
-
-    A tied parameter is listed once per attribute.
-    """
+    # A tied parameter is listed once per attribute.
     return [
         Slot(module, name, parameter)
         for module in model.modules()
@@ -189,7 +179,6 @@ def local_slices(like: DTensor) -> tuple[slice, ...]:
 
 
 def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
-    """Cut this process's shard out of a full tensor, as a DTensor."""
     if isinstance(whole, DTensor):
         return whole
     part = whole[local_slices(like)]
@@ -217,7 +206,6 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise an error if an optimizer still holds parameters from before sharding."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -395,7 +383,6 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Raise an error if an FSDP unit trains parameters of several dtypes."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
@@ -465,7 +452,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a sharded module, sharded in the same way."""
+    """Deep-copy a module that FSDP has sharded. The copy gets shards of its own with equal values."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -532,10 +519,7 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Set how many modules FSDP gathers ahead in forward and backward.
-
-    With 0, FSDP's default is kept.
-    """
+    # With 0, FSDP's default is kept.
     for index, unit in enumerate(units):
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))

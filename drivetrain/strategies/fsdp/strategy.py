@@ -123,7 +123,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Reduction, scaling and clipping of sharded gradients under `FSDP`."""
+    """Gradients of the `FSDP` strategy: accumulation without reduction, scaling, and clipping by the norm."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
@@ -199,13 +199,12 @@ class Placer(Protocol):
         ...
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to construct a model."""
+        # The context to construct a model in.
+        ...
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Prepare a model: shard it, or only move it to the device.
-
-        Returns the module to call.
-        """
+        # Shards the model, or only moves it, and returns the module to call.
+        ...
 
 
 class FSDP(Strategy):
@@ -330,12 +329,7 @@ class FSDP(Strategy):
         state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Set the object that shards models, and the rank and data share of this process, when a run begins.
-
-        Args:
-            topology: The position of this process in the run.
-            placer: The object that shards models.
-        """
+        # Called when a run begins: by `setup`, or by `Parallel` with its own `Placer`.
         self.topology, self._placer = topology, placer
         self.gradients = ShardedGradients(placer.averaging, self.options.sync_each_batch)
         self.state = ShardedState(self)

@@ -263,7 +263,7 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """Convert an Adam, AdamW or SGD optimizer to megatron-core's `OptimizerConfig`."""
+    # `low` is the low-precision dtype of the model's weights, or None for float32.
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -321,7 +321,6 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Context manager that makes megatron-core's errors about layer sizes readable."""
     try:
         yield
     except AssertionError as error:
@@ -484,7 +483,6 @@ class MegatronGroups:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """Process group of the pipeline that this process is part of."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 
@@ -523,10 +521,7 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random generator of the dropout seeds, whose state checkpoints save.
-
-        None before a model was built.
-        """
+        # Draws the seeds of dropout. Checkpoints save its state. None before a model was built.
         return self._generator
 
     @staticmethod

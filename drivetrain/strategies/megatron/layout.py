@@ -27,7 +27,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """Parameter or buffer on this process, and its position in the tensor of the unsharded model.
+    """Part of a parameter or buffer that this process holds, and its position in the unsharded tensor.
 
     Attributes:
         name: The name of the full tensor.
@@ -90,7 +90,6 @@ class Layout:
         return self._by_tensor.get(id(tensor))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter or buffer, by its name in the full model."""
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:

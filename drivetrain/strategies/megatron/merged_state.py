@@ -205,10 +205,7 @@ _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Save a Megatron checkpoint in megatron-core's own format.
-
-    A collective call.
-    """
+    # A collective call.
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:

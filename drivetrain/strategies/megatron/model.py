@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """Protocol of tasks that build and run a megatron-core model.
+    """Protocol of the methods by which a task builds and runs a megatron-core model under `Megatron`.
 
     `MegatronTask` implements it.
 
@@ -68,7 +68,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Model that `Megatron` has prepared, with its chunks and its optimizer."""
+    """Model that the `Megatron` strategy has prepared: its task, model chunks, name layout and optimizer."""
 
     def __init__(self, owner: nn.Module, bare: list[nn.Module], wrapped: list[nn.Module], layout: Layout) -> None:
         self.owner, self.bare, self.wrapped, self.layout = owner, bare, wrapped, layout
@@ -111,8 +111,6 @@ class PlacedModel:
 
 
 class PlacedModels:
-    """Registry of the models that a `Megatron` strategy has prepared."""
-
     def __init__(self) -> None:
         self._placed: list[PlacedModel] = []
 
@@ -293,8 +291,6 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """Runner of an evaluation step over all pipeline stages."""
-
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
 
@@ -328,7 +324,7 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Module that runs a task's evaluation step on all pipeline stages.
+    """Module that runs a task's evaluation step, such as `validation_step`, over all pipeline stages.
 
     It is called as `module(step, batch, ...)`.
     """
@@ -376,7 +372,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Gather logits that tensor-parallel processes have split by vocabulary."""
+        """Return logits for the full vocabulary, of which each tensor-parallel process has computed a part."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

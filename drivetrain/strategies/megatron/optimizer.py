@@ -54,7 +54,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def parts(self) -> list[Any]:
-        """Megatron-core's optimizers on this process, such as one for experts."""
+        # Such as one for dense parameters and one for experts.
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
@@ -145,7 +145,7 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Gradient operations for gradients in megatron-core's own buffers."""
+    """Accumulation, scaling and clipping of gradients that megatron-core keeps in its own buffers."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
@@ -240,7 +240,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor or shard that megatron-core's optimizer updates in place of one of the model's parameters.
+    """Tensor that megatron-core's optimizer updates for a model parameter, such as a float32 copy or a shard.
 
     Attributes:
         part: The megatron-core optimizer that steps it.
@@ -275,7 +275,6 @@ class ParameterState:
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """Find the tensor that megatron-core's optimizer updates for a parameter."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)

@@ -54,10 +54,10 @@ MODEL = "model."
 
 
 class Megatron(Strategy):
-    """Strategy that combines several kinds of parallelism by megatron-core's layers.
+    """Strategy of tensor, pipeline, context and expert parallelism, with the layers of megatron-core.
 
-    These are tensor, pipeline, sequence, context and expert parallelism. The task must be a `MegatronTask`. Processes
-    that the sizes leave over are data-parallel.
+    Sequence parallelism is supported, too. The task must be a `MegatronTask`. Processes that the sizes leave over are
+    data-parallel.
 
     Args:
         tensor_parallel: The number of processes that share the computation of each layer, and the batch.
@@ -179,13 +179,12 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """Interface through which a `MegatronTask` builds and runs its model."""
+        """Object with which a `MegatronTask` builds its model and runs its steps under this strategy."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context for building a model: replicas get equal random weights, shards different ones."""
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
@@ -373,7 +372,7 @@ class Megatron(Strategy):
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Load a checkpoint in megatron-core's own format, which `save_native` wrote, into a prepared model.
+        """Load a checkpoint that `save_native` wrote into a model that `prepare` returned.
 
         A collective call. The run that saved the checkpoint may have had other parallel sizes.
 

@@ -67,7 +67,7 @@ class SequenceShard:
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """Indices of this process's chunks of each sequence, such as `(0, 7)`."""
+        # Such as `(0, 7)`: one chunk from the front of a sequence, and the mirrored one from the back.
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -97,7 +97,7 @@ class SequenceShard:
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the positions of this process's tokens in the full sequence."""
+        # `length` is the number of this process's tokens of a sequence.
         size = length // len(self.own_chunks)
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
@@ -125,10 +125,7 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """Join the tensors of a step's output over processes to full sequences.
-
-        Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
-        """
+        # Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
         return recursively_apply(lambda t: self.join(t, dim) if t.dim() > dim and t.size(dim) == length else t, output)
 
 
@@ -166,10 +163,7 @@ def sequence_length(batch: Any, dim: int) -> int | None:
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which attention covers the tokens of all context-parallel processes.
-
-    The attention is `F.scaled_dot_product_attention`.
-    """
+    """Context in which `F.scaled_dot_product_attention` attends to tokens of all context-parallel processes."""
 
     def __init__(self, shard: SequenceShard) -> None:
         super().__init__()
@@ -329,10 +323,6 @@ def _aligned_to_the_last(size: int, seen: int) -> Tensor:
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Compute context-parallel attention for DTensors.
-
-    Each tensor-parallel process computes it for its own heads.
-    """
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
@@ -389,7 +379,6 @@ class Sequences:
         return nullcontext()
 
     def shard_batch(self, batch: Any) -> Any:
-        """Return this process's part of a batch of full sequences."""
         return batch
 
 

@@ -41,10 +41,7 @@ class MeshSizes:
                 raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
 
     def fill(self, world_size: int) -> MeshSizes:
-        """Return the mesh sizes with -1 replaced by the remaining number of processes.
-
-        Raise `ConfigurationError` if the sizes do not multiply to `world_size`.
-        """
+        # Replaces -1 by the number of processes that the other sizes leave over.
         others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
         asked = " x ".join(
             f"{name}={getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) not in (1, REST)
@@ -121,7 +118,7 @@ class MeshPlace:
 
     @property
     def loss_rank(self) -> int:
-        """Global rank of the process that computes the losses of this process's pipeline."""
+        """Global rank of the last stage of this process's pipeline, which computes the losses."""
         return self.rank_of(pp=self._last)
 
     @property

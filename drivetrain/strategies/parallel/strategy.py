@@ -174,7 +174,6 @@ class Parallel(Strategy, SplitsSequences):
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
 
     def _shard_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh over which parameters are sharded and replicated, or None."""
         shard = submesh(mesh, "dp_shard", "cp")
         if mesh is None or shard is None or self.sizes.dp_replicate == 1:
             return shard
@@ -210,7 +209,7 @@ class Parallel(Strategy, SplitsSequences):
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors of full sequences hold only this process's part of each sequence.
+        """Return a context in which tensors in `buffers` hold only this process's part of each sequence.
 
         Within the context, attention covers the tokens of all context-parallel processes.
 
@@ -229,10 +228,6 @@ class Parallel(Strategy, SplitsSequences):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split a model over the mesh into stages, tensor-parallel layers and shards.
-
-        Return the module to call, and the optimizers to step.
-        """
         prepared = self.inner.prepare(model, optimizers, precision, move)
         if optimizers is not None:
             self.layers.begin(prepared[0])

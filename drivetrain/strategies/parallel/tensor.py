@@ -140,10 +140,8 @@ def whole_outputs_without_gradients(module: nn.Module) -> None:
 
 
 class _AddUp:
-    """Gradient hook that sums the partial gradients of a replicated parameter.
-
-    Layers that process only a part of each sequence have such gradients.
-    """
+    # A gradient hook for replicated parameters. Layers that process only a part of each sequence have partial
+    # gradients, which are summed.
 
     def __init__(self, placements: tuple[Placement, ...]) -> None:
         self.placements = placements
@@ -172,7 +170,6 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """Return the error message for a tensor-parallel plan that matches no module."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:
@@ -340,7 +337,7 @@ _BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 class LossParallel:
-    """Switch that makes `F.cross_entropy` accept logits that are sharded by class.
+    """Switch by which `F.cross_entropy` accepts logits whose classes are split over processes.
 
     Torch's `loss_parallel` returns DTensor losses, which cannot be combined with plain tensors. This class returns
     plain losses, so that a task can weigh, log and add them as usual.
@@ -350,7 +347,6 @@ class LossParallel:
         self._context: AbstractContextManager[Any] | None = None
 
     def enable(self) -> None:
-        """Make `F.cross_entropy` accept logits that are sharded by class."""
         if self._context is not None:
             return
         self._context = loss_parallel()
@@ -420,7 +416,8 @@ class Layers:
         """Check at the first step that replicated parameters have equal gradients."""
 
     def teardown(self) -> None:
-        """Undo the changes to `F.cross_entropy` at the end of a run, if there are any."""
+        # Undoes the changes to `F.cross_entropy` at the end of a run.
+        ...
 
 
 class SplitLayers(Layers):

@@ -41,10 +41,7 @@ class WholeModelPlacer:
         return nullcontext()
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Move a model to the device, and split its tensor-parallel layers in place.
-
-        A model that was placed before with the same mesh sizes is returned as it was placed then.
-        """
+        # A model that was placed before with the same mesh sizes is returned as it was placed then.
         bare = self._unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:

@@ -32,7 +32,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Prepare the precision for a device type, or raise an error if it is unsupported.
+        """Prepare for training on devices of type `kind`, or raise an error if they do not support the precision.
 
         Args:
             kind: The device type.
@@ -57,7 +57,7 @@ class Precision:
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new modules get parameters in this dtype."""
+        """Return a context in which constructed modules get parameters in the precision's dtype."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -65,7 +65,7 @@ class Precision:
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return the autocast context for code outside of the model.
+        """Return the context that applies the precision's autocast to code outside of the model, such as a loss.
 
         Args:
             kind: The device type.
@@ -79,13 +79,13 @@ class Precision:
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Keep the loss scale constant while `holds()` returns True.
+        """Keep the loss scale unchanged while `holds()` returns True, because gradients are being accumulated.
 
         Accumulated gradients were computed with the current scale, which therefore must not change before their step.
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Use `largest`, a maximum over processes, to skip a step on all of them if gradients overflow on any.
+        """Skip a step on all processes if gradients overflow on any. `largest` combines what the processes found.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 
@@ -113,7 +113,7 @@ class Precision:
         return True
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Raise an error if this precision cannot train the dtype of a parameter.
+        """Raise an error if an optimizer holds a parameter of a dtype that this precision cannot train.
 
         Args:
             optimizer: The prepared optimizer.
@@ -124,7 +124,9 @@ class Precision:
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Adapt an optimizer to this precision before its first step.
+        """Return the optimizer to step in this precision, which is `optimizer` itself or a replacement.
+
+        Called before the first step.
 
         Args:
             optimizer: The user's optimizer.

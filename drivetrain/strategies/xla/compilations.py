@@ -23,7 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counter of XLA's compilations, which warns if they do not stop."""
+    """Counter of XLA's compilations, which warns if many steps after the first still compile new graphs."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -117,7 +117,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Describe which tensor shapes changed between batches, for a warning."""
+    """Return a warning text that names the tensors whose shapes differ between the batches in `seen`."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

@@ -41,9 +41,9 @@ logger = get_logger(__name__)
 
 
 class XLAGradients(Gradients):
-    """Gradient operations for XLA devices of one process.
+    """Gradient clipping for XLA devices, with a norm that is computed at least in float32.
 
-    XLA itself reduces gradients over these devices.
+    XLA itself reduces gradients over the devices of one process.
     """
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -151,7 +151,6 @@ class DeviceMesh:
 
     @cached_property
     def mesh(self) -> Any:
-        """The mesh object of torch_xla for these devices."""
         shape = self.shape
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
@@ -172,7 +171,6 @@ class DeviceMesh:
         setattr(parameter, _SPEC, spec)  # not in a weak dict, since weak references keep parameters from being moved
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
-        """Split the samples (rows) of a batch's tensor over the devices, in place."""
         if tensor.dim() and self.shape.data * self.shape.shard > 1:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
@@ -242,7 +240,7 @@ class XLABatches(BatchPlacement):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a full copy of a tensor of XLA devices on the CPU.
+    """Return a full CPU copy of a tensor that may be sharded over XLA devices.
 
     `Tensor.cpu()` compiles and runs a program that gathers a sharded tensor on each device at every call (torch_xla
     2.9). This function transfers each part and compiles nothing.
@@ -467,7 +465,6 @@ class XLA(Strategy, PlacesBatches):
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Convert a model to the precision, and move it to the XLA devices."""
         converted = precision.convert(model)
         if not move:
             return converted
@@ -531,7 +528,7 @@ class XLA(Strategy, PlacesBatches):
 
 
 class XLAFSDP(XLA):
-    """Strategy that shards parameters over XLA devices.
+    """Strategy for TPUs that shards each parameter, with its gradient and optimizer state, over XLA devices.
 
     Method: Xu et al., 2021, https://arxiv.org/abs/2105.04663. Each parameter is sharded along one dimension. XLA
     gathers it where it is used, and shards its gradient and optimizer state in the same way.
@@ -599,7 +596,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Way of rounding floats to bfloat16 on XLA devices."""
+    """Optional conversion of floats to bfloat16 by torch_xla, which an environment variable turns on."""
 
     option: str | None = None
     variable: str | None = None

@@ -82,7 +82,7 @@ def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
 
 
 class ScheduledStage(_PipelineStageBase):
-    """Pipeline stage that accepts micro-batches with different tensor shapes."""
+    """Pipeline stage for torch's schedules, whose micro-batches may have different tensor shapes."""
 
     def __init__(
         self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
@@ -171,7 +171,7 @@ def _gradient(meta: Any) -> Any:
 
 
 class Scheduler:
-    """Executor of training steps in the order of a pipeline schedule of torch."""
+    """Object that runs the micro-batches of a training step on pipeline stages, by one of torch's schedules."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
         self._kind = kind
@@ -250,7 +250,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the original exception behind those that torch's pipeline raises."""
+    # Torch's pipeline wraps an error of the model in errors of its own.
     wrapped = ("failed to run forward", "Failed to run stage backward")
     while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
         error = error.__cause__

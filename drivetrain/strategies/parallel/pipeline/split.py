@@ -45,10 +45,7 @@ class StageLayout:
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """Return the name of the submodule that is split into pipeline stages.
-
-    The default is the child with most of the parameters.
-    """
+    # The default is the child with most of the parameters.
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
@@ -262,7 +259,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensors that a pipeline stage receives from earlier stages, and the arguments that they replace.
+    """Tensors that earlier stages send to a pipeline stage, and the arguments or module outputs that they are.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -282,7 +279,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """Tensors that pipeline stages send each other in a forward whose arguments have certain shapes.
+    """All tensors that pipeline stages send each other in a forward pass, for one set of argument shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -295,13 +292,13 @@ class Route:
 
 
 class ModelOutline:
-    """Copy of a model without weights, for traces of its forward.
+    """Copy of a model without weights, whose traced forward shows which tensors pipeline stages exchange.
 
-    A trace shows which tensors pipeline stages must exchange. Each stage runs the model's own forward. Modules of
-    earlier stages return zeros of the right shapes, the stage's first module gets the received values, and the next
-    stage's first module ends the forward. If a later stage uses an output of an earlier module, or a value computed
-    from it outside modules, that output is sent as well and replaces the zeros. This is correct if no other value that
-    depends on parameters crosses stages. The class checks this by tracing every operation.
+    Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
+    first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
+    output of an earlier module, or a value computed from it outside modules, that output is sent as well and replaces
+    the zeros. This is correct if no other value that depends on parameters crosses stages. The class checks this by
+    tracing every operation.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
@@ -375,7 +372,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Pipeline stage that computed a tensor in a traced forward, and the module outputs it used.
+    """Pipeline stage that computes a tensor of the model's forward, and the module outputs that it uses.
 
     Attributes:
         stage: The stage that computed it.
@@ -390,7 +387,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Arguments with which a traced forward called the first module of a pipeline stage.
+    """Arguments of a pipeline stage's first module, some of which come from earlier stages.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
@@ -593,7 +590,6 @@ def _is_written(argument: Any) -> bool:
 
 
 def _is_checkpointed() -> bool:
-    """Return True if the caller runs inside `torch.utils.checkpoint`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpointing.__file__:
@@ -603,7 +599,6 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """Return a key that is equal for model calls with the same tensor shapes."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     # Autocast changes the dtypes of the tensors that stages exchange.

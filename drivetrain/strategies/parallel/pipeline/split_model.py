@@ -31,7 +31,7 @@ _MEMORY = "_pipelined"
 
 @dataclass(frozen=True)
 class SplitModel:
-    """Task whose model has been split into pipeline stages.
+    """Record of a task whose model has been split into pipeline stages, with this process's stage modules.
 
     Attributes:
         bare: The task.

@@ -38,7 +38,7 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """Arguments of one call of a model split into pipeline stages, and the tensors that stages exchange.
+    """One call of a model that is split into pipeline stages: its arguments, and the tensors stages exchange.
 
     Attributes:
         args: Positional arguments.
@@ -64,7 +64,7 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class _Unregistered:
-    """Wrapper that keeps `nn.Module` from registering a module as a child."""
+    # Hides a module, which `nn.Module` would register as a child.
 
     module: nn.Module
 

@@ -47,7 +47,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Executor of optimizer steps of a task whose model is split into pipeline stages.
+    """Object that runs an optimizer step: forward and backward of all micro-batches on the pipeline stages.
 
     Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
     pipeline's output, to get the loss.
@@ -287,7 +287,6 @@ class StagePlacer:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Prepare a pipeline stage for training, sharded if sharding is enabled."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -362,10 +361,7 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model into pipeline stages.
-
-        Also returns the `id` of each module whose parameters are on other processes.
-        """
+        # Also returns the `id` of each module whose parameters are on other processes.
         if not isinstance(model, StepModule):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} splits {type(model).__name__} into stages, which interleave forward "

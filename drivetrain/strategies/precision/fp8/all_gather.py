@@ -83,7 +83,7 @@ class Float8AllGather:
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Make FSDP gather the weights of float8 layers in float8."""
+        # Makes FSDP gather the weights of float8 layers in float8.
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
@@ -110,13 +110,9 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the float8 layers whose weights FSDP can gather in float8.
-
-    Each comes with FSDP's `FSDPParam` of the weight.
-
-    Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
-    forward, since FSDP has no all-gather extension for them (torch 2.13). Skips weights offloaded to the CPU.
-    """
+    # Float8 layers whose weights FSDP can gather in float8, each with FSDP's `FSDPParam` of the weight. Left out are
+    # unevenly sharded weights, since torchao's cast cannot pad, weights resharded over fewer processes after forward,
+    # since FSDP has no all-gather extension for them (torch 2.13), and weights offloaded to the CPU.
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue

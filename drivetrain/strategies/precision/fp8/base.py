@@ -30,14 +30,16 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Import the package that computes in float8, and check that devices of this kind support float8."""
+        # Imports the package, and checks that devices of this kind support float8.
+        ...
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Make the linear layers in `layers` compute in float8, while those in `kept` stay as they are."""
+        # Layers in `kept` must stay as they are.
+        ...
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """Return the context in which float8 models run their forward passes, or None if none is needed."""
+        # For forward passes. None if no context is needed.
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
@@ -108,7 +110,7 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Choose the linear layers of a model that compute in float8.
+    """Divide a model's linear layers, by name, into layers to convert to float8 and layers to keep.
 
     A layer is converted if its sizes are multiples of `multiple_of` and `wanted` returns True for the layer and its
     name. `keep_first_and_last` leaves the first and the last linear layer unchanged.
@@ -150,7 +152,7 @@ def listed(names: list[str]) -> str:
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace layers by others that take over their parameters and hooks.
+    """Replace layers of a model by the given modules, which take over the old layers' parameters and hooks.
 
     A replacement shares the dicts of parameters and hooks with the old module. Optimizers, sharding and hook handles
     that were created for the old module therefore stay valid.

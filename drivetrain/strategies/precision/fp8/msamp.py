@@ -82,7 +82,7 @@ def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def _scaled_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load hook that converts the plain tensors of a state dict to MS-AMP's scaled dtype."""
+    # A load hook, since state dicts hold plain tensors in place of MS-AMP's scaled ones.
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and parameter is not None and hasattr(parameter, "meta"):

@@ -167,10 +167,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """Return a layer's float8 scales and the history of its largest values.
-
-    Empty before the first forward.
-    """
+    # Empty before the first forward.
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 
