@@ -933,7 +933,7 @@ class Strategy(ABC):
 
 
 class OptimizerProxy(Optimizer):
-    """Base class of wrappers that read and change the groups and state of an optimizer.
+    """Base class of optimizer wrappers, whose parameter groups and state are those of the wrapped optimizer.
 
     A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
