@@ -124,7 +124,7 @@ def cli() -> None:
 @click.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
-    """Print that error codes no longer exist. This command is deprecated."""
+    """Print that errors have no codes any more, since each message explains itself. This command is deprecated."""
     click.echo("Errors have no codes any more. Each message explains what was given, what is allowed and what to do.")
 
 

@@ -51,7 +51,7 @@ def runs(context: click.Context, directory: str, as_json: bool) -> None:
 @click.argument("name")
 @click.pass_obj
 def show(directory: str, name: str) -> None:
-    """Show the state of the run NAME, the paths of its checkpoints, and the path of its report.
+    """Print a summary of the run NAME: its state, command, settings, metrics, checkpoints and report page.
 
     NAME is a run's name in `drivetrain runs`, or its folder.
     """

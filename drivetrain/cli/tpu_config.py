@@ -36,7 +36,9 @@ from drivetrain.runtime.terminal import visible
 @click.option("--accelerate_version", default="latest", show_default=True, help="Version of Accelerate, or dev.")
 @click.option("--debug", is_flag=True, help="Print the command instead of running it.")
 def tpu_config(debug: bool, **options: Any) -> int:
-    """Run commands in /usr/share on all workers of a TPU pod, to set it up before a launch.
+    """Run shell commands on all workers of a TPU pod with gcloud, for example to install packages before a launch.
+
+    The commands run in the folder /usr/share.
 
     \b
     drivetrain tpu-config --tpu_name pod --tpu_zone us-central1-a --command "pip install -r requirements.txt"

@@ -79,11 +79,6 @@ class Network(nn.Module):
 
 
 class Trial:
-    """The checks of `drivetrain test`, which show whether this machine's distributed setup trains correctly.
-
-    Later checks rely on earlier ones.
-    """
-
     def __init__(self, accelerator: Accelerator, processes: int | None) -> None:
         self.accelerator, self.processes = accelerator, processes
         shard = accelerator.strategy.topology.data_shard
@@ -99,6 +94,7 @@ class Trial:
         self.optimizer: Any = None
 
     def checks(self) -> dict[str, Callable[[], str]]:
+        # Later checks rely on earlier ones.
         return {
             "processes": self.check_processes,
             "devices": self.check_devices,
@@ -241,7 +237,7 @@ class Trial:
                     return
 
     def plain_losses(self) -> Iterator[float]:
-        """Train the small network in plain PyTorch, and yield the loss of each step as a reference."""
+        # Training in plain PyTorch, as the reference for the losses that the accelerator gives.
         device = self.accelerator.device
         network = copy.deepcopy(self.network).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -264,7 +260,6 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """Create a temporary checkpoint path that all processes can access."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:

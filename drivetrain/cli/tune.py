@@ -47,7 +47,7 @@ _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False,
 @click.command(context_settings=_PASSING_ON, options_metavar="[FLAGS]")
 @click.argument("given", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def tune(given: tuple[str, ...]) -> int:
-    """Measure which settings make the training steps of SCRIPT faster.
+    """Time SCRIPT's training steps with different settings, and print how much faster each setting makes them.
 
     Each trial runs the script in its own process, up to the first steps of `Trainer.fit`, without callbacks, trackers
     and checkpoints. FLAGS are those of `drivetrain launch`, for scripts that need a launcher.

@@ -39,11 +39,6 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Callback of `drivetrain tune` that measures the time per step, then ends the process.
-
-    The first steps are not measured, because they include compilation and other start-up work.
-    """
-
     saves_within_steps = False
 
     def __init__(self, change: Change, result: Path, compiles: Any) -> None:
@@ -65,6 +60,7 @@ class Pace(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         done, topology = trainer.global_step - self._first, trainer.strategy.topology
+        # The first steps include compilation and other start-up work, so they are not measured.
         if done < WARM_UP:
             return
         self._batches += bool(self._begun)

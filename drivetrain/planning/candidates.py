@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of a strategy, such as its class name and whether it shards the model.
+    """Properties of a training strategy such as FSDP, from which the planner derives variants and launch flags.
 
     Attributes:
         class_name: Name of its class in Python, or an empty text if its name is enough.
@@ -88,12 +88,10 @@ class Candidate:
 
     @property
     def data_parallel(self) -> int:
-        """Number of processes that train on different rows."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def rows(self) -> int:
-        """Number of batch rows in one optimizer step, summed over all processes."""
         return self.batch * self.accumulation * self.data_parallel
 
     @property
@@ -106,7 +104,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Short description of the candidate, such as `"fsdp, bf16, batch 4, recomputed"`."""
         parts = [self.way, self.precision, f"batch {self.batch}"]
         parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         parts += ["recomputed"] if self.checkpointing else []
@@ -168,13 +165,6 @@ class Candidate:
         )
 
     def flags(self, cluster: Cluster) -> list[str]:
-        """Return the `drivetrain launch` flags for this way to train on `cluster`: processes, precision, strategy.
-
-        Pipeline stages have no flag: the script sets them.
-
-        Args:
-            cluster: The devices.
-        """
         flags = [f"--num_processes {self.world_size}"]
         flags += [f"--num_machines {cluster.machines}"] if cluster.machines > 1 else []
         flags += [f"--mixed_precision {self.precision}"]
@@ -187,6 +177,7 @@ class Candidate:
             flags.append("--fsdp_offload_params true")
         if self.checkpointing:
             flags.append("--fsdp_activation_checkpointing true")
+        # Pipeline stages have no flag: the script sets them.
         if self._is_meshed:
             flags.append("--use_parallelism_config")
             flags += [f"--{name} {size}" for name, size in self._mesh().items() if size > 1]

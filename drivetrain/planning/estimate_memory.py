@@ -173,7 +173,6 @@ def _require(what: str, given: Sequence[str], allowed: Mapping[str, object]) -> 
 
 
 def _states(size: ModelSize, precision: str, optimizer: str) -> int:
-    """Return the bytes of a model's weights, gradients, buffers and optimizer state."""
     trained = size.trainable * (1 + _MOMENTS[optimizer])
     return _PRECISIONS[precision] * (size.parameters + trained) + size.buffers
 

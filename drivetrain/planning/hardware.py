@@ -54,7 +54,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines with equal devices, for which a plan is made.
+    """Description of equal machines with equal devices, for which `plan` predicts a training's memory and speed.
 
     Attributes:
         device: The device.
@@ -84,9 +84,9 @@ class Cluster:
         return self.devices * self.machines
 
     def with_world_size(self, count: int) -> Cluster:
-        """Return a copy of the cluster with another number of devices.
+        """Return a copy of this hardware description with `count` devices in total, to plan for another size.
 
-        They must fit into one machine or fill whole machines.
+        The devices must fit into one machine or fill whole machines.
 
         Args:
             count: Number of devices.
@@ -274,7 +274,7 @@ def _refuse_unknown(given: Mapping[str, Any], allowed: set[str], path: Path) -> 
 
 
 def measure_this(seconds: float = 10.0) -> Cluster:
-    """Measure the memory and speed of this machine's devices for about `seconds`, and return them as a cluster.
+    """Measure the memory and speed of this machine's devices, and return a `Cluster` to plan for this machine.
 
     Links between the devices are not measured: they get the speed of copies within a device.
 

@@ -34,14 +34,6 @@ from drivetrain.strategies.step_module import StepModule
 
 
 def load(workload: Workload) -> Loaded:
-    """Build the model of a workload on the meta device, with a batch and an optimizer.
-
-    Args:
-        workload: What the user gave.
-
-    Raises:
-        ConfigurationError: The model cannot be built, or its inputs are missing.
-    """
     if workload.optimizer not in OPTIMIZERS:
         raise ConfigurationError(
             f"--optimizer {workload.optimizer!r} must be one of {', '.join(OPTIMIZERS)}."
@@ -122,11 +114,11 @@ def _batch(workload: Workload, model: nn.Module) -> Any:
 
 
 class Reached(SystemExit):
-    """Exception that ends a user's script at its first training batch, since a plan needs nothing beyond."""
+    """Exception that stops a user's script at its first training batch, once its model and batch are recorded."""
 
 
 class Catch(observer.Observer):
-    """Observer that stops a script at its first training batch, and keeps its model and batch."""
+    """Observer of a user's script that records the model and first training batch, then stops the script."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -167,7 +159,7 @@ class Catch(observer.Observer):
 
 
 class ScriptTask(nn.Module):
-    """Wrapper that runs the `training_step` of a script's task without `self.log`, which needs a Trainer.
+    """Module that calls a script task's `training_step` with `self.log` turned off, since no Trainer exists.
 
     Args:
         task: The task.

@@ -27,7 +27,7 @@ STEPS, WARM_UP = 10, 3
 
 
 def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) -> tuple[float, float]:
-    """Train a workload for a few steps in this process, and return a step's measured and predicted seconds.
+    """Train for a few steps in this process, and return the measured and the predicted seconds per step.
 
     Call it in a process of its own, which uses all cores meanwhile.
 

@@ -51,7 +51,7 @@ class Result:
 
     @property
     def rate(self) -> float:
-        """Predicted training speed of all processes together, in tokens per second, or in rows without sequences."""
+        """Predicted tokens per second of all processes together, or rows per second if the data has no sequences."""
         if self.estimate is None:
             return 0.0
         return self.candidate.rows * self.estimate.tokens / self.estimate.seconds
@@ -67,7 +67,7 @@ class Result:
         return self.estimate.flops / self.estimate.seconds / self.cluster.device.flops(dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the candidate and its estimate as a dict that JSON can represent."""
+        """Return the predicted memory and speed, and the training settings, as a dict that JSON can represent."""
         found: dict[str, Any] = {"candidate": vars(self.candidate) | {"label": self.candidate.label}, "fits": self.fits}
         found["hardware"] = str(self.cluster)
         if self.estimate is None:
@@ -112,12 +112,12 @@ class Plan:
 
     @property
     def best(self) -> Result | None:
-        """Result of the fastest candidate that fits in memory, or None if none fits."""
+        """The fastest way to train the model that fits in the devices' memory, or None if no way fits."""
         return self.results[0] if self.results and self.results[0].fits else None
 
     @property
     def advice(self) -> str:
-        """One sentence with the fastest strategy that fits in memory, or with what to change if none fits."""
+        """Sentence for the user: the fastest strategy that fits in the devices' memory, or how to make one fit."""
         best = self.best
         counted = [result for result in self.results if result.estimate is not None]
         if best is None or best.estimate is None:
@@ -168,7 +168,6 @@ class Plan:
 
 
 def launch_line(result: Result, workload: Workload) -> str:
-    """Return the `drivetrain launch` command that trains with a result's candidate."""
     script = workload.source if workload.source.endswith(".py") else "train.py"
     return " ".join(["drivetrain launch", *result.candidate.flags(result.cluster), script, *workload.arguments])
 
@@ -220,7 +219,6 @@ class Workers:
         return found
 
     def measure(self, workload: Workload, cluster: Cluster, precision: str, batch: int) -> tuple[float, float]:
-        """Return the measured and the predicted seconds of a step in one process on this machine."""
         found: tuple[float, float] = self._result(self._pool.submit(measure, workload, cluster, precision, batch))
         return found
 
@@ -355,8 +353,7 @@ def plan(
 
 
 def ranked(results: Iterable[Result]) -> list[Result]:
-    """Sort results: those that fit by speed, the others by memory, and failed ones last."""
-
+    # Results that fit come first, by speed, then the others, by memory. Failed ones are last.
     def key(result: Result) -> tuple[int, float]:
         if result.estimate is None:
             return 2, 0.0
@@ -475,7 +472,7 @@ class Epoch:
 def epoch_of(
     result: Result, count: float, price: float | None = None, mean_hours_between_failures: float | None = None
 ) -> Epoch:
-    """Predict the time and price of a training epoch, and how often to save checkpoints.
+    """Predict the time and price of a training epoch from a plan's result, and how often to save checkpoints.
 
     The interval between checkpoints is that of Young (1974): the root of twice the time of a checkpoint times the mean
     time between failures of the cluster.

@@ -94,17 +94,14 @@ class Estimate:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Phase and module in which a process needs the most memory."""
         return max(self.peaks, key=lambda place: self.peaks[place].bytes)
 
     @property
     def peak(self) -> float:
-        """Peak memory of a process during the step, in bytes."""
         return self.peaks[self.place].bytes
 
     @property
     def host(self) -> float:
-        """Most bytes of host memory that the strategy uses at once in a process."""
         return max(peak.kinds.get(HOST, 0.0) for peak in self.peaks.values())
 
     @property
@@ -322,11 +319,11 @@ def _optimizer(loaded: Loaded, candidate: Candidate, kernels: str, model: nn.Mod
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[PartialState]:
-    """Run as one rank of a fake process group, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before, observer.current = observer.current, _WithoutValues()
     if size > 1:
+        # Collectives of this backend do nothing, so one process can act as any rank.
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     state = PartialState(cpu=True)
     try:
@@ -394,12 +391,7 @@ def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def give_values(model: nn.Module, fake: FakeTensorMode | None = None) -> None:
-    """Fill parameters with small random values and buffers with zeros, unless they are fake.
-
-    Args:
-        model: The model, whose tensors have memory.
-        fake: The mode of its tensors, or None.
-    """
+    # Fake tensors have no memory for values.
     if fake is not None:
         return
     with torch.no_grad():
@@ -473,7 +465,7 @@ _RETURNS_FULL = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "softmin
 
 
 class AcceleratorCasts(TorchFunctionMode):
-    """Mode in which autocast on the CPU keeps the same operations in float32 as on CUDA."""
+    """Mode in which CPU autocast uses float32 where CUDA autocast does, so that predicted memory is a GPU's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -511,9 +503,9 @@ def accelerator_casts() -> Iterator[None]:
 
 
 def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a cross-entropy as autocast on accelerators does: only the sum over classes is in float32."""
     if target.is_floating_point() or args or kwargs.get("label_smoothing"):
         return functional.cross_entropy(input, target, weight, *args, **kwargs)
+    # As autocast on accelerators does: only the sum over classes is in float32.
     logs = functional.log_softmax(input, 1 if input.dim() > 1 else 0, dtype=input.dtype).float()
     return functional.nll_loss(logs, target, weight, **{k: v for k, v in kwargs.items() if k != "label_smoothing"})
 
@@ -530,7 +522,7 @@ def _allocated(value: Any) -> Any:
 
 
 class Buckets:
-    """Gradient buckets as in torch's DDP, each all-reduced when its gradients are ready.
+    """Imitation of DDP's gradient buckets in a simulated step, with one all-reduce for each complete bucket.
 
     Args:
         model: The prepared model.

@@ -46,7 +46,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """One operation of a recorded training step, with the sizes from which its duration is predicted.
+    """Operation that `Recorder` has recorded in a training step, with the sizes that predict its duration.
 
     Attributes:
         name: Name of the operator.
@@ -71,7 +71,7 @@ class Event:
 
 @dataclass
 class Step:
-    """Record of one training step on fake tensors: its memory, collectives and operations.
+    """Memory peaks, operations and collectives that `Recorder` has recorded in one training step of a process.
 
     Attributes:
         peaks: Most bytes that were allocated at once, by phase and module, each with the bytes by kind.
@@ -147,7 +147,6 @@ class ModuleNames:
         self._modules.append(self._running[-1] if self._running else "")
 
     def current(self) -> str:
-        """Return the name of the submodule whose forward or backward pass is running, or ""."""
         node = torch._C._current_autograd_node() if is_backward() else None
         if node is None:
             return self._running[-1] if self._running else ""
@@ -199,7 +198,7 @@ _READS = (torch.ops.aten._local_scalar_dense.default,)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records the memory and operations of a training step, so that a plan predicts both.
+    """Torch dispatch mode that records the allocations and operations of a training step, to predict its cost.
 
     Storages are followed from the operation that creates them to the end of their last view. FSDP resizes the
     storages of gathered parameters in place, which no operation shows, so those are looked at again with each one.
@@ -237,7 +236,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Memory
 
     def add(self, value: Any, kind: str) -> None:
-        """Count the memory of all tensors in a nested structure as one kind, such as `"gradients"`."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, DTensor):
                 leaf = leaf._local_tensor

@@ -67,7 +67,7 @@ def crosses_machines(collective: Collective, cluster: Cluster) -> bool:
 def time_of(
     steps: Sequence[Step], cluster: Cluster, stages: int = 1, microbatches: int = 1, offload: bool = False
 ) -> StepTime:
-    """Predict the duration of a training step from the operations recorded on each kind of rank.
+    """Predict how long a training step takes on the given hardware, from its recorded operations.
 
     Args:
         steps: What was counted, on each kind of rank.
@@ -123,8 +123,8 @@ class _Clock:
         return StepTime(total, self._computing, max(0.0, total - self._computing))
 
     def _copied(self, collective: Collective) -> float:
-        """Return how long the shards of a collective are copied from or to host memory."""
         parts = {"all_gather": 1, "reduce_scatter": len(collective.ranks)}  # of its bytes, those of this process
+        # Offloaded shards are copied from or to host memory.
         if not self._offload or collective.operation not in parts:
             return 0.0
         return collective.bytes / parts[collective.operation] / self._cluster.device.host_speed

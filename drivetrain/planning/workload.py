@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Description of the model, inputs and optimizer for which a plan is made.
+    """Description of a training to plan: its model, inputs and optimizer, as the user has named them.
 
     Attributes:
         source: A script, the config.json of a transformers model, or `package.module:Class`.
@@ -58,7 +58,7 @@ class Workload:
 
 
 class PlannedTask(nn.Module):
-    """Task around a bare model, whose training step returns the model's loss."""
+    """Module that gives a bare model a `training_step`, which returns the loss, to simulate a training step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PlannedTask(nn.Module):
 
 @dataclass
 class Loaded:
-    """Model, batch and optimizer of the training that is planned, built without values on the meta device.
+    """Model, input batch and optimizer built from a `Workload`, with tensors that have shapes but no values.
 
     Attributes:
         task: Module on the meta device, with the method `training_step`.
@@ -114,7 +114,6 @@ class Loaded:
         )
 
     def blocks(self) -> int:
-        """Return the number of equal blocks in the model's longest module list, or 0 without one."""
         held = _longest_list(self.task)
         return len(held) if held is not None else 0
 
@@ -132,7 +131,6 @@ class Loaded:
         return found
 
     def with_blocks(self, count: int) -> Loaded:
-        """Return a copy of the workload whose model has only its first `count` blocks."""
         task = copy.deepcopy(self.task)
         held = _longest_list(task)
         assert held is not None

@@ -29,7 +29,7 @@ ALLOWED = 4.0
 
 @dataclass(frozen=True)
 class Run:
-    """Records of all processes of one run.
+    """Losses, gradients and weights that all processes of one run have recorded, to compare with another run.
 
     Attributes:
         ranks: The record of each process, by rank.
@@ -68,7 +68,7 @@ class Run:
 
     @cached_property
     def readers(self) -> list[int]:
-        """One rank of each group of processes that train on the same batch, in the order of the data."""
+        # One rank of each group that trains on equal batches, in the order of the data.
         found: dict[int, int] = {}
         for number, rank in enumerate(self.ranks):
             found.setdefault(rank.get("shard", number), number)
@@ -105,7 +105,6 @@ class Run:
         return found
 
     def disagreeing(self, step: int, name: str) -> list[str]:
-        """Return the names of tensors that differ between processes after a step, in the order of the model."""
         found = self.values(step, name)
         # Ranks receive the same bits from an all-reduce. Norms of shards may be summed in other orders.
         differing = {
@@ -178,14 +177,13 @@ def sizes_of_differences(found: Values, expected: Values) -> Iterator[tuple[floa
 
 
 def relative(found: Values, expected: Values) -> tuple[float, str]:
-    """Return the largest of the relative differences between two sets of tensors, and the name of the tensor."""
     return max(sizes_of_differences(found, expected), default=(0.0, ""), key=lambda each: each[0])
 
 
 def difference(
     step: int, quantity: str, found: Run, expected: Run, arbitrary: Mapping[str, AbstractSet[int]] | None = None
 ) -> Difference | None:
-    """Compare one quantity of an optimizer step, such as its gradients, between the runs `found` and `expected`.
+    """Return how much one quantity, such as the gradients, differs between two runs in one optimizer step.
 
     Args:
         step: The step.

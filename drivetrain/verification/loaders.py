@@ -18,7 +18,6 @@ from drivetrain.runtime.seeds import KeptGenerators, seed_all_generators
 
 
 def seed_of(key: Any, draw: int = 0) -> int:
-    """Return a seed derived from a text key, such as a row's hash, and the index of a random draw within a step."""
     digest = hashlib.blake2b(f"{key}/{draw}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -62,8 +61,6 @@ class _Around:
 
 
 class _JoinedBatches(_Around):
-    """Iterable that concatenates several collated batches along the first dimension."""
-
     def __init__(self, batches: Any, count: int) -> None:
         super().__init__(batches)
         self._count = count
@@ -93,7 +90,7 @@ class _Seeded(_Around):
 
 
 def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
-    """Return a data loader that joins every `shards` batches of a script's loader into one batch.
+    """Return a loader that joins every `shards` batches into one, for one process that replaces several.
 
     Its samples take random numbers from their index. Only loaders of samples with an index are reversed or uneven.
 
@@ -131,7 +128,7 @@ def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_ov
 
 
 def rows_of(batch: Any, rows: int | None) -> list[str] | None:
-    """Return a digest of each row of a batch, so that runs can be compared by the rows that they train on.
+    """Return a hash of each row of `batch`, by which the rows that two runs train on can be compared.
 
     None if the batch has no tensors with `rows` rows. Padding at the end of a row of token ids does not count, because
     batches of other sizes are padded to other lengths.
@@ -163,7 +160,7 @@ def _without_end(row: Tensor) -> Tensor:
 
 
 def counts_of(batch: Any) -> dict[str, float]:
-    """Return how many elements of a batch's tensors are not -100 or not 0, by which a loss may be divided."""
+    """Return counts by which a loss may be divided: elements of integer tensors that are not -100 or not 0."""
     found: dict[str, float] = {}
     for number, tensor in enumerate(_tensors(batch)):
         if not tensor.is_floating_point() and tensor.dim():

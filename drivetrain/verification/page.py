@@ -13,7 +13,7 @@ from drivetrain.verification.run import VerificationResult
 
 
 def page(result: VerificationResult, script: str) -> bytes:
-    """Return an HTML page with the result, the cause, a table of differences, and their curves over the steps.
+    """Return an HTML page about a comparison of two runs: verdict, cause, differences and their curves.
 
     Args:
         result: The result to show.

@@ -46,7 +46,7 @@ SEED = 20240
 
 @dataclass(frozen=True)
 class Recording:
-    """Request to a process, sent as JSON: how many steps of a script to record, and which settings to replace.
+    """Options with which a process records a script's training steps, sent to the process as JSON.
 
     Attributes:
         folder: Folder for the records, and for what the script saves.
@@ -127,7 +127,7 @@ def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def sums_of(tensor: Tensor) -> list[float]:
-    """Return at most 64 numbers that represent a tensor, so that tensors of two runs can be compared.
+    """Return at most 64 sums over parts of a tensor, which differ between two runs if their tensors differ.
 
     Each is a sum over a part of the tensor with pseudorandom signs. This is a count sketch: the root of the sum of
     their squares is about the norm of the tensor. Tensors that differ, in a few elements or in many, have sums that
@@ -163,7 +163,7 @@ def _digest(state: Any) -> str:
 
 
 def strategy_of(spec: str) -> Any:
-    """Return the strategy with the given name.
+    """Return the strategy that `spec` names, such as `fsdp` or `fsdp+tp2`.
 
     Args:
         spec: A registered name, `deepspeed:3` for a stage, or sizes of `Parallel` joined by "+", such as `fsdp+tp2`.
@@ -190,7 +190,7 @@ def strategy_of(spec: str) -> Any:
 
 @dataclass(eq=False)
 class Recorder(observer.Observer):
-    """Observer of a script's process that records the first optimizer steps, to compare them with another run.
+    """Recorder of the first optimizer steps of a user's script, to compare them with those of another run.
 
     Attributes:
         asked: The recording options.

@@ -28,7 +28,7 @@ _KEPT = {"cpu": "--cpu", "stand_in": "--as", "gradient_accumulation_steps": "--g
 
 
 class ComparisonError(DrivetrainError):
-    """Raised if a script cannot be compared. The message names the necessary change."""
+    """Raised by `verify` if a script's runs cannot be compared. The message says what to change."""
 
 
 class ScriptFailed(ComparisonError):
@@ -86,7 +86,7 @@ class VerificationResult:
 
     @classmethod
     def of(cls, comparison: Comparison, again: Run, precision: str) -> VerificationResult:
-        """Create the result of `verify` from the comparison of two runs, and from a repeated run on one process.
+        """Create the result of `verify` from a comparison, and from a repeated run that shows random differences.
 
         Args:
             comparison: The comparison.
@@ -135,7 +135,7 @@ class VerificationResult:
         return cls("different", run.steps, error.processes, strategy, precision, finding, {})
 
     def assert_same(self) -> None:
-        """Raise `AssertionError` with the finding if the runs differ by more than rounding."""
+        """Raise `AssertionError`, with the cause, if `verify` found a difference larger than rounding."""
         if not self.is_same:
             raise AssertionError(str(self))
 
@@ -254,7 +254,9 @@ def verify_all(
     timeout: float = 600.0,
     progress: Callable[[str], Any] = lambda _: None,
 ) -> dict[tuple[str, int], VerificationResult | ComparisonError]:
-    """Call `verify` for each strategy with each number of processes. Runs on one process are shared.
+    """Call `verify` with all combinations of `strategies` and `world_sizes`, and return the results.
+
+    All combinations share the runs on one process.
 
     Args:
         script: Path of the script.
