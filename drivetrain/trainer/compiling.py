@@ -116,10 +116,6 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """Summarize in one line how much `torch.compile` has compiled and recompiled.
-
-    The line is empty if it compiled nothing.
-    """
     # There are also records of backwards, and of code that had nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:

@@ -26,8 +26,6 @@ logger = get_logger(__name__)
 
 
 class TaskFiles(HoldsHyperParameters, nn.Module):
-    """Base class of `Task` with methods that load a task and export it."""
-
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
     """An example input of `forward`, for exports, model summaries and graphs in trackers."""

@@ -22,10 +22,10 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Record `values` as the hyper-parameters of each object of class `kind` that the `with` block creates.
+    """Use `values` as the hyper-parameters of each object of class `kind` that is created in the `with` block.
 
-    Only objects of class `kind` do. A command line creates objects within this `with` block, so that a checkpoint
-    stores their configuration instead of objects that cannot be saved.
+    A command line creates its objects in this `with` block, so that a checkpoint stores the configuration instead of
+    objects that cannot be saved.
     """
     token = _given.set((kind, values))
     try:
@@ -35,7 +35,6 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """Return the hyper-parameters that a command line has set for an object, or None."""
     given = _given.get()
     # Only for this class: the constructor may create other objects that record their own arguments.
     return given[1] if given is not None and type(owner) is given[0] else None

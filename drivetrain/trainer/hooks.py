@@ -42,8 +42,6 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
 
 
 class Hooks:
-    """Lookup of the hooks that the callbacks and the task of a run override."""
-
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
         self._trainer = trainer
         self._task = task
@@ -52,10 +50,7 @@ class Hooks:
         self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
-        """Return all overrides of a hook: first those of the callbacks, then the task's.
-
-        The Trainer and the task, which callbacks receive as first arguments, are already bound.
-        """
+        # Hooks of callbacks come first, with the Trainer and the task bound as first arguments, then the task's.
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self._collect(name)

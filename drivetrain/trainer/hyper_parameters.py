@@ -46,7 +46,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Read the arguments of an object's running `__init__` from the call stack.
+    """Return the arguments of `owner`'s running constructor, read from the call stack, to record them.
 
     If constructors of a class and its base class have an argument of the same name, the value of the derived class is
     returned.
@@ -152,7 +152,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """Return those saved hyper-parameters that the constructor of `kind` accepts as arguments.
+    """Return the saved hyper-parameters that the constructor of class `kind` accepts as arguments.
 
     If the constructor has an argument called `name`, and no hyper-parameter has this name, all hyper-parameters are
     returned as this one argument. This restores objects that called `save_hyperparameters(config)`.
@@ -172,7 +172,7 @@ def create_from_saved(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create a task or data module from hyper-parameters saved in a checkpoint.
+    """Create an object of the task or data module class `kind` from the hyper-parameters in a checkpoint.
 
     `overrides` replace saved values. `name` is the constructor argument that takes all hyper-parameters as one dict, or
     None. Hyper-parameters of a command line may describe objects to create, which requires `instantiate=True`.
@@ -208,7 +208,7 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Convert hyper-parameters to plain values for a checkpoint. `keeps_objects` leaves objects in containers.
+    """Convert hyper-parameters to plain values that a checkpoint can hold, such as numbers, strings and dicts.
 
     Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
     With `keeps_objects`, objects in containers stay as they are, for formats that can store them.
@@ -349,7 +349,7 @@ class HoldsHyperParameters:
 def hyper_parameters_to_save(
     owner: HoldsHyperParameters | None, keeps_objects: bool, without_secrets: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return the checkpoint entries that store the hyper-parameters of a task or data module.
+    """Return the hyper-parameters of a task or data module as the entries that a checkpoint stores.
 
     Modules are left out, and `without_secrets` removes secrets. The entry `hparams_constructor` is None unless a
     derived class passes other arguments to its base class. Then it lists the derived constructor's argument names, and

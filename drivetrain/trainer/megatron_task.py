@@ -68,7 +68,7 @@ class MegatronTask(Task):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Build the part of the model that belongs to one pipeline stage.
+        """Return the part of the model that this process computes, such as a pipeline stage. Each task overrides this.
 
         Args:
             pre_process: True if this part contains the embeddings.
@@ -86,7 +86,7 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run a chunk of the model, such as a pipeline stage, on the next micro-batch from `data_iterator`.
+        """Run a part of the model on the next micro-batch, and return its output and a function for the loss.
 
         Called by megatron-core's pipeline schedule.
 
@@ -153,7 +153,7 @@ class MegatronTask(Task):
         return self._megatron().run(self, batch)
 
     def log_loss(self, batch: Any, prefix: str = "") -> Any:
-        """Run the model on a batch within a step, log the values of `loss_func`, and return the loss.
+        """Run the model on a batch in a step such as `validation_step`, log its loss values, and return the loss.
 
         Args:
             batch: A batch of the loader.
@@ -173,7 +173,7 @@ class MegatronTask(Task):
         return self.log_loss(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the logits of a batch, of shape (rows, positions, vocabulary)."""
+        """Return the language model's logits for a batch, as a tensor of shape (rows, positions, vocabulary)."""
         # Without labels the model returns logits, split over the vocabulary by tensor parallelism.
         logits, _ = self.run_model({key: value for key, value in batch.items() if key != "labels"})
         return self._megatron().whole_vocabulary(logits)

@@ -139,7 +139,6 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """True if a limit other than `max_epochs` ends the run."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
@@ -265,7 +264,7 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def resolve_durations(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Move a duration such as `max_duration="100 steps"` to the Trainer option for its unit, here `max_steps`.
+    """Convert durations among Trainer options, such as `max_duration="100 steps"` to `max_steps=100`.
 
     `max_duration` keeps only samples and tokens, which no other option counts.
     """

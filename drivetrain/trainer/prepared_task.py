@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """Task that a Trainer runs, with its data module, prepared model, optimizers and hooks."""
+    """State of a Trainer's current or last run: the task, its data module, prepared model, optimizers and hooks."""
 
     trainer: Trainer
     task: Task | None = None  # the one of the current or last run
@@ -58,7 +58,6 @@ class TaskRun:
     # beginning and end of a run
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
-        """Connect a task and its data to the Trainer at the beginning of a run."""
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
@@ -103,7 +102,6 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Call only the hooks of `callbacks` and the task in the `with` block."""
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
@@ -202,10 +200,6 @@ class TaskRun:
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
-        """Prepare the task for an evaluation and return the wrapped model.
-
-        A model that `fit` has prepared is used again.
-        """
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         # After `fit`, its prepared model is used.
         if self.model is None or strategy.unwrap(self.model) is not task:

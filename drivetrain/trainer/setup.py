@@ -380,8 +380,6 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 
 class WithoutValues(TorchFunctionMode):
-    """Torch function mode that skips weight initialization by `torch.nn.init`."""
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:

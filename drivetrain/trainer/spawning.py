@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Call of a Trainer method such as `fit`, with the Trainer's state, to be run in new processes."""
+    """Call of a Trainer method, such as `fit`, with all the state that a new process needs to run the method."""
 
     kind: type[Trainer]
     made_with: tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the Trainer
@@ -60,10 +60,6 @@ class SpawnedVerb:
     given: dict[str, Any]  # the other arguments of the method
 
     def run(self) -> Outcome | None:
-        """Run a Trainer method, such as `fit`, in this process, and return its outcome.
-
-        The outcome is None on all ranks but rank 0.
-        """
         forget_process()  # state from before the fork, or from importing the script
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
@@ -97,7 +93,7 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """Result of a method such as `fit` in spawned processes, with the final weights."""
+    """What a spawned process sends back after a Trainer method such as `fit`: result, final weights and state."""
 
     result: Any
     left: BaseException | None  # with which a signal ended the run in an orderly way

@@ -100,16 +100,16 @@ class TaskHooks(nn.Module):
             self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Switch the task to evaluation mode before each validation.
+        """Switch the task to evaluation mode. The Trainer calls this hook before each validation.
 
         The default calls `self.eval()`.
         """
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Run code after each validation, before every module returns to its previous training mode.
+        """Run code after each validation, before the Trainer gives each module its earlier training mode back.
 
-        The default does nothing. The Trainer restores the modes itself.
+        The default does nothing.
         """
 
     def on_validation_start(self) -> None:
@@ -192,9 +192,9 @@ class TaskHooks(nn.Module):
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Run code after prediction, before every module returns to its previous training mode.
+        """Run code after prediction, before the Trainer gives each module its earlier training mode back.
 
-        The default does nothing. The Trainer restores the modes itself.
+        The default does nothing.
         """
 
     def on_predict_start(self) -> None:
@@ -612,16 +612,16 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     # Actions of the Trainer in each step, which a task may override
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass for a loss that is already weighted and scaled.
+        """Run the backward pass of `loss`, which the Trainer has weighted and scaled. Override it to customize this.
 
-        Override it to customize the pass. Further arguments are those of `torch.Tensor.backward`.
+        Further arguments are those of `torch.Tensor.backward`.
         """
         self.trainer.strategy.backward(loss, *args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step one optimizer.
+        """Update the parameters of one optimizer with their gradients, as the Trainer does in each optimizer step.
 
         Override it to change how an optimizer steps, for example to warm up its learning rate.
 

@@ -153,7 +153,6 @@ def _takes_more(task: Task, name: str) -> bool:
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return the public methods that a user's class defines, each with its defining class."""
     found: dict[str, type] = {}
     # In the order of the MRO, so that the most derived definition of a method is found first.
     for defining in kind.__mro__:

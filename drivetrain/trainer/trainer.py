@@ -146,7 +146,7 @@ class TrainerStatus:
 
     @property
     def model(self) -> nn.Module | None:
-        """The task within the module that the strategy puts around it, such as torch's `DistributedDataParallel`.
+        """The task, wrapped in the module that the strategy adds, such as torch's `DistributedDataParallel`.
 
         Before the task is prepared, the task itself.
         """
@@ -195,7 +195,7 @@ class TrainerStatus:
 
     @property
     def local_dir(self) -> str:
-        """The local directory for output files.
+        """The local directory for files that the run writes, such as a profiler's output.
 
         It is `log_dir`, or the working directory if `log_dir` is a URL.
         """
@@ -410,7 +410,6 @@ class TrainerStatus:
 
     @property
     def validation_follows(self) -> bool:
-        """True if validation runs directly after the current training step."""
         return self.loop is not None and self.loop.validation_follows
 
     # end of the run
@@ -920,13 +919,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return FitLoop(self, *parts)
 
     def adopt_callbacks(self, added: Any) -> None:
-        """Add a task's callbacks to those of the Trainer.
-
-        They replace callbacks of the same class or of a base class.
-
-        Args:
-            added: One callback or several.
-        """
+        # They replace callbacks of the same class or of a base class.
         self.callbacks = setup.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
@@ -1118,7 +1111,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Return to an earlier checkpoint after the current training step, for example because the loss exploded.
+        """Go back to the checkpoint at `path` after the current step, for example because the loss exploded.
 
         All processes must call this.
 

@@ -48,7 +48,7 @@ M = TypeVar("M")
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Create an object of the class and with the arguments in a configuration.
+    """Create the object that the configuration `init` describes, with `args` as its first constructor arguments.
 
     Args:
         args: The first constructor argument, or a tuple of several, which is not part of the configuration.
@@ -95,7 +95,7 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def recreate(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Create a task or data module again from the configuration in its checkpoint.
+    """Create a task or data module again from the hyper-parameters that a command line saved in a checkpoint.
 
     `given` are constructor arguments that replace saved ones. Without `instantiate`, saved values that describe objects
     raise `CheckpointError`.
@@ -147,7 +147,6 @@ def argument_types(kind: type) -> dict[str, Any]:
 
 
 def names_an_object(value: Any) -> bool:
-    """Return True if a value contains a dict with a `class_path`, at any depth."""
     if isinstance(value, Mapping):
         return "class_path" in value or any(map(names_an_object, value.values()))
     return isinstance(value, list | tuple) and any(map(names_an_object, value))
@@ -182,10 +181,6 @@ def _container(hint: Any) -> Any:
 
 
 def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
-    """Return the class at the import path `path`, or `class_type` without a path.
-
-    Without `instantiate`, nothing is imported, and a class that is not yet imported raises an error.
-    """
     if path is None:
         return class_type
     if (loaded := loaded_subclass(class_type, str(path))) is not None:
@@ -222,10 +217,6 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Convert a saved hyper-parameter to its annotated type.
-
-    With `instantiate`, objects that a `class_path` dict describes are created.
-    """
     # A checkpoint is data from elsewhere: it must not be able to import and call code unasked.
     if not instantiate and names_an_object(value):
         raise CheckpointError(
@@ -345,7 +336,6 @@ def _shortened(value: Any) -> str:
 
 
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a configuration with `class_path` and `init_args` into a single dict."""
     if "class_path" not in configured:
         return dict(configured)
     own = {**(configured.get("init_args") or {}), **(configured.get("dict_kwargs") or {})}

@@ -126,7 +126,7 @@ class TrainerArgumentParser(ArgumentParser):
     def add_class_args(
         self, kind: type | Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add options for the constructor arguments of a class, such as a Trainer, task or callback.
+        """Add command-line options for the constructor arguments of `kind`, such as a task or callback class.
 
         A callback added here is part of every run.
 
@@ -159,7 +159,7 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "optimizer",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add options that choose an optimizer and set its constructor arguments.
+        """Add command-line options, prefixed `nested_key`, that choose an optimizer and set its arguments.
 
         Args:
             optimizer_class: The optimizer class, or a tuple of base classes whose subclasses an option chooses.
@@ -258,7 +258,6 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """Return `kind` if it is a class, or else the class in its return annotation, to list options for the class."""
     if isinstance(kind, type):
         return kind
     try:

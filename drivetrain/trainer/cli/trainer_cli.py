@@ -57,8 +57,6 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """Replacement for `configure_optimizers` with the optimizer of the command line."""
-
     optimizer: Mapping[str, Any]
     lr_scheduler: Mapping[str, Any] | None
     arrange: Callable[..., Any]
@@ -171,10 +169,6 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the configuration file on rank 0.
-
-        Raise `ConfigExistsError` on all ranks if it must not be replaced.
-        """
         path = Path(trainer.local_dir, self.config_filename)
         # Only rank 0 looks: other ranks might look after it has written the file.
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
@@ -203,8 +197,6 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Callable with which jsonargparse creates a task or data module. Records the configuration in `hparams`."""
-
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli
         self._key = key
@@ -455,7 +447,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return each subcommand's name with the arguments of its Trainer method that are not on the command line."""
+        """Return the names of the subcommands, and for each the Trainer arguments that get no command-line options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -465,7 +457,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Pass the command line's optimizer and scheduler configurations to the task arguments named by `link_to`.
+        """Pass optimizer and scheduler options to the task arguments that `link_to` of `add_optimizer_args` names.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.
@@ -628,7 +620,7 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return an optimizer and a scheduler in the form of `Task.configure_optimizers`.
+        """Return the chosen optimizer and scheduler as a value that `Task.configure_optimizers` may return.
 
         Override it to change how a scheduler is used.
 

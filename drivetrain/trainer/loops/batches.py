@@ -47,10 +47,7 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class LoaderSource:
-    """Source of the data loaders for one stage, such as validation.
-
-    It is an argument of the Trainer's method, the data module or the task.
-    """
+    """Creator of one stage's data loaders, from an argument of the Trainer's method, a data module or the task."""
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
@@ -72,7 +69,6 @@ class LoaderSource:
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """Return a copy of this source that has not created its loaders yet."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
@@ -129,7 +125,6 @@ class LoaderSource:
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """Create and prepare the evaluation loaders of this stage, and return them as a list."""
         raw = self.raw()
         if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
             raw = with_same_batches(raw, self._stage, self._most_batches())
@@ -185,10 +180,6 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch to the device with the user's transfer hooks.
-
-        None if the user has no such hooks and the precision converts no batches.
-        """
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
         owners: list[Any] = []
@@ -248,10 +239,7 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
 
 
 def check_equal_lengths(batches: float, kind: str) -> None:
-    """Raise `DataError` if ranks run different numbers of batches.
-
-    They would wait for each other forever. Runs a collective.
-    """
+    # All ranks must call this together.
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
         counts = ", ".join(
@@ -304,10 +292,7 @@ def _limit_per_loader(limit: Any, count: int, names: list[Any] | None, argument:
 
 
 def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
-    """Return how many batches of each evaluation loader this rank itself reads.
-
-    Other ranks may have more.
-    """
+    # Other ranks may have more batches.
     lengths = [length_of(loader) for loader in loaders]
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
@@ -334,7 +319,7 @@ class _SameOrder(Sampler[Any]):
 
 
 def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
-    """Return a loader that yields the same batches in every epoch, as `overfit_batches` requires.
+    """Return a loader that repeats the batches of its first epoch in all epochs, for `overfit_batches`.
 
     A shuffling loader then reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch
     sampler or an iterable dataset are returned unchanged. In a dict, list or `CombinedLoader`, each loader is replaced.
@@ -469,12 +454,9 @@ class TrainingBatches:
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Replace the training loader between two epochs if an option requires it. Return True if it was replaced.
-
-        This is so after `reload_dataloaders_every_n_epochs` epochs, and if a setting of the loader has changed.
-        """
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
         is_due = every and progress.epoch and progress.epoch % every == 0
+        # Loaders are stale after a change of their settings.
         if progress.batches_in_epoch or not (is_due or self.is_stale):
             return False
         self._trainer.accelerator.forget_loader(self.loader)
@@ -556,7 +538,6 @@ class TrainingBatches:
 
     @property
     def are_done(self) -> bool:
-        """True if the current epoch has no further training batches."""
         return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
 
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:

@@ -115,11 +115,8 @@ class EvaluationLoop:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Restore the random generators after the `with` block, in which the sanity check runs.
-
-        Training must not draw other random numbers because of it. Covers the global generators, those of devices, and
-        those of the task and the data module. The loaders restore their own generators in `run(keep=False)`.
-        """
+        # Training must not draw other random numbers because of the sanity check. The loaders restore their own
+        # generators in `run(keep=False)`.
         with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
             yield
 
@@ -180,7 +177,7 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Run `validate` or `test`. Return a dict of logged values for each loader."""
+        # `validate` or `test`, not a validation within `fit`.
         if self._limit == 0:
             self._trainer.current.evaluation_batches.pop(self._stage, None)
             return []
@@ -234,7 +231,6 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Put the task's modules into evaluation mode for the `with` block."""
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):

@@ -233,7 +233,6 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Write logged values, exchange stop requests and check limits, each when it is due."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True

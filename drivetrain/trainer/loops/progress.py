@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """How far the current training epoch has come, from its first batch to its last hooks.
+    """Part of a training epoch that a run has reached, such as its batches or the hooks at its end.
 
     Saved in checkpoints, so that a resumed run knows which parts of the epoch are left.
 
@@ -83,7 +83,7 @@ class Progress:
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """Return how many optimizer steps, epochs, samples or tokens the run has completed."""
+        """Return the run's progress in `unit`: the number of completed optimizer steps, epochs, samples or tokens."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
@@ -200,11 +200,10 @@ FOREVER = float("inf")
 
 
 def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration:
-    """Convert a fraction of the run to a number of steps, samples, tokens or seconds.
+    """Convert a duration that is a fraction of the run to a number of steps, samples, tokens or seconds.
 
-    Other durations are returned unchanged.
-
-    The result has the unit of `max_duration` if that is set, else it is in steps or else in seconds.
+    Other durations are returned unchanged. The result has the unit of `max_duration` if that is set, else it is in
+    steps or else in seconds. `name` is the option's name for error messages.
     """
     if duration.unit is not Unit.RUN:
         return duration
@@ -222,7 +221,6 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
 
 
 def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration | None:
-    """Return `val_check_interval`, with a fraction of the run converted to steps or time."""
     interval = trainer.val_check_interval
     if not isinstance(interval, Duration):
         return interval
@@ -263,7 +261,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Predictor of the samples and tokens of the next step, for callbacks that run after a number of these.
+    """Predictor of how many samples and tokens the next step has, for callbacks with intervals in these units.
 
     Also detects the last step of an epoch.
     """
@@ -333,7 +331,6 @@ class _Tokens:
         self._weights.total = None
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Add the tokens that all ranks processed in one optimizer step to the progress of the run."""
         if self._num_tokens is None:
             self._progress.tokens += self._weighed()
             return

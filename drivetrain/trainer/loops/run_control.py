@@ -103,11 +103,9 @@ class Interruption:
 
     @contextmanager
     def _native_code_watched(self) -> Iterator[None]:
-        """Ensure that a second Ctrl-C ends the process even if the main thread is stuck in native code.
-
-        Python runs a signal handler only between two bytecodes, and may merge several signals into one call. The
-        C-level handler writes each signal's number to a pipe at once, and a thread reads the pipe.
-        """
+        # A second Ctrl-C must end the process even if the main thread is stuck in native code. Python runs a signal
+        # handler only between two bytecodes, and may merge several signals into one call. The C-level handler writes
+        # each signal's number to a pipe at once, and a thread reads the pipe.
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -145,7 +143,7 @@ class EvaluationEnded(Exception):
 
 
 class EvaluationWatch:
-    """Watcher that ends a validation within `fit` on all ranks after a signal.
+    """Exchange of signals such as Ctrl-C between ranks during a validation, so that all ranks stop together.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -270,7 +268,6 @@ class RunControl:
         self._clear()
 
     def begin(self) -> None:
-        """Clear all stop requests, signals and rollbacks of the previous run, before a new run begins."""
         self._clear()
         self.start_clock()
 
@@ -321,12 +318,11 @@ class RunControl:
 
     @property
     def ends_to_be_resumed(self) -> bool:
-        """True if Ctrl-C, SIGTERM or SIGUSR1 ends the run, which then saves a checkpoint to resume from."""
+        # The run then saves a checkpoint to resume from.
         return self.interrupted or self.preempted
 
     @property
     def signal(self) -> StopReason:
-        """Stop reason of a run that a signal has ended: `PREEMPTED` or `INTERRUPTED`."""
         return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
 
     @property
@@ -340,7 +336,7 @@ class RunControl:
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Request that training stops after the current step.
+        """Ask the run to stop training after the current step, and record the reason `by` in words.
 
         The request of one rank stops all ranks, but not before `min_epochs` and `min_steps`.
 
@@ -408,9 +404,9 @@ class RunControl:
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Reset a callback's state if another Trainer has used the callback before."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
+        # If another Trainer has used the callback before.
         if callback.run_identity not in (None, self.identity):
             callback.forget_run()
         callback.run_identity = self.identity
@@ -565,7 +561,6 @@ class RunControl:
 
 
 def calling_function() -> str:
-    """Return the name of the function that sets an attribute, for messages. Call it in the attribute's setter."""
     # Frame 1 is the setter that calls this function, frame 2 the code that assigns the attribute.
     code = sys._getframe(2).f_code
     return str(getattr(code, "co_qualname", code.co_name)).rsplit("<locals>.", 1)[-1]
@@ -876,10 +871,7 @@ class EpochHealth:
         self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
 
     def end_epoch(self) -> None:
-        """Warn if an epoch took no optimizer step, or left weights that are NaN or infinite.
-
-        Runs a collective.
-        """
+        # Runs a collective.
         trainer = self._trainer
         if trainer.barebones:
             return

@@ -129,7 +129,7 @@ class ClosureStep(PlainStep):
 
 
 class NamedLossesStep(PlainStep):
-    """Optimizer step for tasks that return one loss per optimizer.
+    """Runner of optimizer steps for tasks whose `training_step` returns a dict with one loss per optimizer.
 
     Each loss gives gradients only to the parameters of its optimizer. All losses come from one forward, and all
     backwards run before the first optimizer steps.
@@ -193,10 +193,10 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Optimizer step whose forwards and backwards the strategy runs in an order of its own, as in a pipeline.
+    """Runner of optimizer steps in which the strategy orders all forwards and backwards, as pipelines do.
 
-    Pipeline parallelism is such a strategy. Only the ranks of the last pipeline stage finish `training_step`. All other
-    ranks receive its outputs and logged values.
+    Only the ranks of the last pipeline stage finish `training_step`. All other ranks receive its outputs and logged
+    values.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -303,7 +303,7 @@ class _Part(NamedTuple):
 
 
 class SplitStep(PlainStep):
-    """Optimizer step that splits batches which do not fit into memory.
+    """Runner of optimizer steps that splits a batch into smaller parts until each part fits into memory.
 
     Used with `Trainer(auto_micro_batch=True)`. If any rank runs out of memory, all ranks restore their state, double
     the number of parts and start the step again. Gradients are averaged over ranks only after all of them succeed.

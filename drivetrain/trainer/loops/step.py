@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 
 class StepOutput:
-    """Reader of the output of `training_step`, which finds the loss and its weight."""
-
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
 
@@ -89,7 +87,6 @@ class StepOutput:
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise an error that tells the user why the backward of a loss failed, if the reason is known."""
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
                 f"{self._step} used other parameters than in the first step, for example because it returned None for "
@@ -121,7 +118,7 @@ def detached(output: Any) -> Any:
 
 
 class DummyLoss:
-    """Zero loss of a rank that skips its batch, but must join the all-reduce.
+    """Zero loss for a rank whose `training_step` returned None, so that the rank joins the gradient all-reduce.
 
     The strategy's wrapper may have a parameter `presence` with the value zero, which is added to each real loss. Its
     all-reduced gradient is above zero if any rank had a real batch.
@@ -135,7 +132,7 @@ class DummyLoss:
         self.was_dummy = False
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step` to return a zero loss for a skipped batch, so that the rank joins the all-reduce.
+        """Return `step` with a zero loss in place of None, so that a rank that skips a batch joins the all-reduce.
 
         The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
         part in the backward.
@@ -191,7 +188,7 @@ def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
 
 
 class DataEnded(Exception):
-    """Exception raised when a step has read its `dataloader_iter` past the end."""
+    """Exception that ends the loop over batches, since a step with `dataloader_iter` found no further batch."""
 
 
 Following = Callable[[], tuple[Any, int, int] | None]
@@ -234,7 +231,7 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """Iterator over an evaluation loader from which a step may also read batches."""
+    """Iterator over an evaluation loader's batches, from which a step with `dataloader_iter` may take more."""
 
     def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
         self._batches, self._loader, self._current = iter(batches), loader, current
@@ -268,10 +265,7 @@ class Feed:
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Discard values that a task logs in the `with` block, and restore its metrics.
-
-    Used for padding, which must not count.
-    """
+    """Discard what a task logs and adds to its metrics in the `with` block, for batches that must not count."""
     before = logged.skips
     logged.skips = True
     try:
@@ -333,7 +327,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """Runner of optimizer steps for tasks with automatic optimization. Subclasses run special kinds of steps.
+    """Runner of the optimizer steps of a task with automatic optimization, and base class of other runners.
 
     The constructor makes all choices that stay equal during a run, so that each step runs only what it needs.
     """
@@ -398,7 +392,7 @@ class PlainStep:
         self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step on the micro-batches in `window`, and return whether an optimizer took the step."""
+        """Train on the micro-batches in `window` for one optimizer step. Return False if no optimizer was stepped."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
@@ -561,7 +555,6 @@ class PlainStep:
             timing.call(CALLBACKS, hook, outputs, batch, index) if timing.on else hook(outputs, batch, index)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
-        """Return a function that clips an optimizer's gradients with the task's own clipping method."""
         trainer, clip = self._trainer, self._task.configure_gradient_clipping
         # An override may name its arguments differently. They are then passed by position.
         try:
