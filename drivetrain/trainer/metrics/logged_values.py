@@ -27,7 +27,7 @@ from drivetrain.trainer.metrics.transfer import on_cpu, to_lists, to_numbers, wi
 
 @dataclass(frozen=True)
 class LogScope:
-    """Part of a run from which `self.log` is called, with the defaults of its options.
+    """Place in a run, such as `training_step`, with the default options of `self.log` calls made there.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -73,7 +73,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(slots=True, eq=False)
 class LoggedValue:
-    """Values that a task logs under one name in one stage, together with the options of that name.
+    """Values and options of one name that a task logs with `self.log` in one stage, such as training.
 
     The values are detached tensors that stay on their device until they are reduced.
     """
@@ -113,7 +113,6 @@ class LoggedValue:
 
     @property
     def epoch_name(self) -> str:
-        """Name of the epoch's value, with `_epoch` appended if steps are reported too."""
         return self._forked("_epoch") if self.on_step else self.name
 
     def _forked(self, ending: str) -> str:
@@ -223,7 +222,7 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """Result of one logged name over an epoch, reduced over all batches and ranks."""
+    """One name's value for a whole epoch, reduced over the values that all ranks logged with `self.log`."""
 
     name: str
     epoch_name: str  # with the suffix `_epoch` if the value of each step is kept too
@@ -370,7 +369,6 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction for `self.log(reduce_fx=...)`: a name, such as `"mean"`, or a function."""
     if callable(reduce_fx):
         return reduce_fx  # type: ignore[no-any-return]
     word = str(reduce_fx).lower()
@@ -466,8 +464,8 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Make each call of `self.log` in the `with` block raise an error."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
+        # In this scope, each call of `self.log` raises an error.
         self.enter(scope)
         try:
             yield
@@ -508,7 +506,6 @@ class LoggedValues:
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Store a value that a task logs with `self.log`, or raise an error if its options are invalid."""
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
             entry = self._with_new_function(entry, arguments) or self._register(name, value, arguments)
@@ -657,7 +654,6 @@ class LoggedValues:
     # Values for trackers and callbacks
 
     def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
-        """Return the values that `training_step` has logged last, by name."""
         return {
             entry.step_name: entry.last
             for entry in self._tables["train"].values()
@@ -672,15 +668,12 @@ class LoggedValues:
             entries[number].last = value
 
     def synced_step_values(self) -> dict[str, Value]:
-        """Return the last training step's values for the trackers.
-
-        They are reduced over ranks, by a collective, if any was logged with `sync_dist=True`.
-        """
         entries = self._tables["train"].values()
         if not entries_to_sync(entries):
             return self.step_values(for_logger=True)
         self.copy_step_values()
         values = self.step_values(for_logger=True)
+        # A collective, since a value was logged with `sync_dist=True`.
         synced = combined(entries, self._that_count(gather_object(to_numbers(latest_of(entries)))))
         return {name: synced.get(name, value) for name, value in values.items()}
 
@@ -712,10 +705,7 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count an evaluated batch, and return the values that its step logged.
-
-        Also returns how many batches of the loader came before it.
-        """
+        # The number of batches of this loader before this one.
         number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
         for entry in self._current.values():
@@ -794,7 +784,6 @@ class LoggedValues:
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return the result of a metric's `compute()` as a scalar, or None if it has none."""
         if computed is None:
             return None
         if isinstance(computed, Tensor) and computed.numel() == 1:
@@ -833,7 +822,6 @@ class LoggedValues:
                 del self._by_loader[key]
 
     def reset_for_run(self, evaluates_alone: bool) -> None:
-        """Discard all logged values and reset their metrics when a run begins."""
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
@@ -895,7 +883,7 @@ class _Call(NamedTuple):
 
 
 class MicroBatchLog:
-    """Buffer of the `self.log` calls for a micro-batch that is processed in parts."""
+    """Buffer of `self.log` calls in a micro-batch that is computed in parts, so that values count once."""
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged

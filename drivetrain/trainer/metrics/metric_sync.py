@@ -28,7 +28,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def restrict_sync(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Make metrics merge only the states of some ranks. Return a function to undo it.
+    """Let `metrics` merge only the states of `ranks`, so that no sample counts twice. Return a function to undo it.
 
     The other ranks saw the same batches, whose samples would count several times. Used for metrics that a task computes
     itself. Metrics with their own `process_group` or `dist_sync_fn` are left alone.
@@ -144,7 +144,6 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge the metric states that several ranks have saved."""
     metrics = find_metrics(task)
     merged: dict[str, Any] = {}
     for path in dict.fromkeys(path for each in states for path in each):

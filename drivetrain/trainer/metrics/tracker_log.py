@@ -106,12 +106,9 @@ class TrackerLog:
     # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Reduce the values logged in an epoch to one result for each name.
-
-        Runs a collective. The results of training are also written to the trackers.
-        """
         trainer = self.trainer
         assert trainer.task is not None
+        # A collective, so all ranks must call this.
         with trainer.timing.span(LOGGING):
             results = trainer.logged.finish_epoch(stage, trainer.task, keep)
             if stage is Stage.TRAIN and keep:
@@ -131,10 +128,7 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the key of an epoch's result in the dicts of `validate` and `test`.
-
-        Subclasses may override it.
-        """
+        # The key in the dicts that `validate` and `test` return. Subclasses may choose another.
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -207,10 +201,6 @@ class TrackerLog:
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:
-        """Close the run in each tracker, with its status.
-
-        After a completed training, also log the best checkpoint.
-        """
         trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)

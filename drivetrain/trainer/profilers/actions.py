@@ -27,7 +27,7 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Measurement of a run's hooks and steps by the Trainer's profiler.
+    """Link between a run and the Trainer's profiler, which measures the run's hooks and steps.
 
     Parts of the run wrap their functions once, before the loop. Without a profiler, functions are returned unchanged,
     so that profiling costs nothing.

@@ -76,7 +76,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Start measuring an action, such as a hook or an optimizer step.
+        """Begin to measure an action of the Trainer, such as a hook, until `stop` is called with its name.
 
         Args:
             action_name: Name of the action.
@@ -133,7 +133,7 @@ class Profiler(ABC):
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Prepare the profiler for the task `model`. `count_steps` returns an epoch's number of steps of one kind.
+        """Prepare the profiler for a run of the task `model`, for example to count the steps of an epoch.
 
         Override it if a profiler needs the task's modules or its steps per epoch. Called after `setup`.
 
@@ -190,12 +190,8 @@ class PassThroughProfiler(Profiler):
 
 
 class TaskProfiler:
-    """Descriptor of `task.profiler`, which is the Trainer's profiler.
-
-    A task may assign its own.
-    """
-
     def __get__(self, task: Any, owner: type) -> Any:
+        # A descriptor without `__set__`, so a task may assign a profiler of its own.
         if task is None:
             return self
         # `task.trainer` would raise an error without a Trainer.

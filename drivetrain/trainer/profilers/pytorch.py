@@ -270,7 +270,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Label the forward of each submodule of a model in the traces of `torch.profiler`, during a `with` block."""
+    """Label the forward pass of each submodule in traces of `torch.profiler`, for the code in the `with` block."""
     handles = []
     for name, module in model.named_modules():
         # The root module has no name, and TorchScript modules accept no hooks.

@@ -53,7 +53,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def merge_saved_ranks(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Merge the logged values and metric states that several ranks saved, for a run with another number of ranks.
+    """Return this rank's share of a checkpoint's logged values and metric states, if the number of ranks changed.
 
     Also used if only the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run,
     so that sums over an epoch stay complete. Return {} if the checkpoint has no logged values.
@@ -202,7 +202,6 @@ class StepSnapshot:
 
 
 def saves_within_steps(trainer: Trainer) -> bool:
-    """Return True if a hook of a callback or the task could save during a step."""
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))
     return any(
@@ -227,11 +226,10 @@ class Directories(CheckpointFormat):
         write: Callable[..., PendingSave] | None = None,
         keeps_objects: bool = False,
     ) -> PendingSave:
-        """Write a checkpoint of a Trainer's run into a directory.
+        """Save a checkpoint of a Trainer's run into the directory `path`, and return a `PendingSave` to wait for.
 
         All ranks must call this together. `write` writes the state in another format, with the arguments of
-        `SaveQueue.save`. With `keeps_objects`, hyper- parameters may be arbitrary objects. Return the save, which can
-        be waited for.
+        `SaveQueue.save`. With `keeps_objects`, hyper-parameters may be arbitrary objects.
         """
         placed = trainer.task_run
         task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
@@ -328,10 +326,7 @@ class SavedRun:
 
     @property
     def step(self) -> int | None:
-        """Optimizer step at which the Trainer saved the checkpoint.
-
-        None if an `Accelerator` saved it.
-        """
+        # None if an `Accelerator` saved the checkpoint.
         return int(self._entries["progress"]["global_step"]) if self._is_ours else None
 
     def _hooks_see_weights(self) -> bool:
@@ -457,10 +452,7 @@ class SavedRun:
         return {**between, "loaders": positions[:count]}
 
     def restore_process(self) -> None:
-        """Restore this rank's logged values, metrics and random state.
-
-        Called just before training. Any random number or logged value in between would change the run.
-        """
+        # Called just before training: any random number or logged value in between would change the run.
         trainer, own = self._trainer, self._own
         assert trainer.task is not None
         if self._is_ours:

@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 
 class LRFinder:
-    """Result of a learning-rate search: the loss at each learning rate.
+    """Losses at the learning rates that a search has tried, from which `suggestion` chooses a rate.
 
     Args:
         mode: `"exponential"` or `"linear"`, the way in which the rate was raised.
@@ -135,7 +135,7 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Search for a learning rate by training with rising rates, and set it.
+    """Find the learning rate at which the loss falls fastest, by training with rising rates, and set it.
 
     `tried` describes the search: the range of rates, the number of steps and the attribute to set. Everything else in
     the run is restored.
@@ -195,11 +195,6 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
 
 
 def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
-    """Set the learning rate that a search has found in the run's existing optimizer and schedulers.
-
-    Before the first step, `configure_optimizers` runs again and its options are copied. This also updates schedulers
-    that depend on the rate. Later, only the rate of the parameter groups changes.
-    """
     groups = trainer.optimizers[0].param_groups
     before = [group["lr"] for group in groups]
     # Schedules that depend on the rate, such as OneCycleLR, must be created anew.
@@ -218,8 +213,6 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
 
 
 class _Losses(Callback):
-    """Callback that collects the losses of a step's micro-batches, for the learning-rate search."""
-
     saves_within_steps = False
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TrainingTrial:
-    """Short training within a search: some steps on the task's data, with only the given callbacks."""
+    """Runner of trial steps for a learning-rate or batch-size search, which calls only the given callbacks."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] = (), splits: bool = True) -> None:
         self._trainer, self._task = trainer, task
@@ -143,7 +143,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Restore the whole state of the run after the `with` block, even if it raises.
+    """Restore the run's whole state after the `with` block, even after an error, so that a search changes nothing.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective. If `trains`
@@ -163,17 +163,13 @@ def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
 
 
 class _TrainedState:
-    """Copies of weights, optimizer states and schedulers, to restore them after trial steps.
-
-    Weights are copied to the CPU, to leave the device's memory free.
-    """
-
     def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
         engine, model = trainer.accelerator, trainer.task_run.model
         assert model is not None
         # Evaluation changes no weights, only buffers and metric states.
         weights = engine.strategy.state.parameters_in_place(model).values() if trains else ()
         tensors = [local_part(each.detach()) for each in (*weights, *task.buffers())]
+        # Copies are on the CPU, to leave the device's memory free.
         self._tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
         self._optimizers = [
             (
@@ -223,7 +219,6 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for a search in the `with` block."""
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
         return
@@ -244,11 +239,11 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
 
 
 class MissingAttributeError(ConfigurationError, AttributeError):
-    """Raised if neither the task nor the data module has the attribute that a search sets."""
+    """Raised if neither task nor data module has an attribute for the learning rate or batch size to set."""
 
 
 class TunedAttribute:
-    """Attribute that a search sets in the task, the data module and `hparams`."""
+    """Attribute such as `batch_size` that a search sets wherever it exists: in task, data module and `hparams`."""
 
     def __init__(self, name: str, task: Task, data: DataModule | None) -> None:
         self.name = name

@@ -232,8 +232,6 @@ class Tuner:
 
 
 class Tuning:
-    """Learning-rate and batch-size searches of a Trainer."""
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
@@ -244,7 +242,6 @@ class Tuning:
         return search_learning_rate(self._trainer, task, tried)
 
     def check_batch_size(self, task: Task, tried: BatchSizeRange) -> None:
-        """Raise `ConfigurationError` if a search could not change the batch size of the current stage."""
         stage = self._trainer.task_run.stage
         assert stage is not None
         attribute = check_batch_size_search(self._trainer, task, stage, tried)
@@ -277,7 +274,7 @@ PATIENCE = 60.0
 
 
 def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
-    """Search for the largest batch size that fits into memory, set it and return it.
+    """Search for the largest batch size that fits into memory, set it and return it. `tried` has the limits.
 
     The batch size is an attribute of the task or its data module. All ranks must call this together, after the task is
     placed. Everything else is restored.
@@ -330,8 +327,6 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """Trials of a batch-size search, which run a few steps for each size."""
-
     def __init__(
         self, trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange, attribute: TunedAttribute
     ) -> None:
@@ -351,7 +346,6 @@ class _Trials:
         self.done, self.ended = 0, ""
 
     def run(self) -> int:
-        """Try batch sizes until the search ends, and return the largest that fits into memory."""
         tried = self._tried
         size: int | None = min(tried.init_val, self._most)
         lacking: int | None = None
@@ -400,10 +394,6 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Try a batch size for a few steps on all ranks. The returned `Attempt` tells whether memory was enough.
-
-        Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
-        """
         self._attribute.write(size)
         what = "the batch-size search"
         if self._trial is not None and self._apart:
@@ -432,7 +422,6 @@ class _Trials:
 
 
 def _rows_of(loaders: Any) -> int | None:
-    """Return the number of rows of the largest dataset among the loaders, or None if none is known."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.loaders
     several = loaders.values() if isinstance(loaders, Mapping) else loaders
