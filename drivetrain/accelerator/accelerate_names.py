@@ -143,7 +143,6 @@ class DeepSpeedPlugin:
         return strategy
 
     def arguments(self) -> dict[str, Any]:
-        """Return this plugin's options as keyword arguments for `drivetrain.DeepSpeed`."""
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")
         given = {
@@ -286,10 +285,6 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """Return the `Strategy` for the plugins that were passed to `Accelerator`.
-
-    None without plugins.
-    """
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
@@ -485,7 +480,6 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy_options(self) -> dict[str, Any]:
-        """Return these options as keyword arguments for the strategy `drivetrain.DDP`."""
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -781,7 +775,6 @@ class TorchDynamoPlugin:
         self.backend = given
 
     def compilation(self) -> Compilation | None:
-        """Return the object that compiles models with these options, or None if the backend is `"no"`."""
         if self.backend is DynamoBackend.NO or self.disable:
             return None
         return Compilation(
@@ -794,7 +787,7 @@ class TorchDynamoPlugin:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, in which the backend is a lower-case string."""
+        """Return this plugin's fields as a dict by name, with the backend as text, such as `"inductor"`."""
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
         return {**vars(self), "backend": backend}
 
@@ -942,8 +935,6 @@ def _filled(plugin: Any, launched: Any) -> Any:
 
 @dataclass
 class Plugins:
-    """The plugins passed to an Accelerator. Each is an object, or a dict from a configuration file."""
-
     fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
     deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
     deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
@@ -961,7 +952,6 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Collect the plugins that were passed to an Accelerator, or raise if two conflict."""
         # A dict of plugins by name, not the keys of a single configuration.
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None

@@ -241,7 +241,7 @@ class ProcessControl:
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context manager whose body runs on one process of each machine first."""
+        """Return a context manager that lets one process per machine run first, for example to download data."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
@@ -284,10 +284,7 @@ class ProcessControl:
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine only.
-
-        Takes the arguments of the built-in `print`.
-        """
+        """Print values like Python's `print`, but only on the first process of each machine."""
         self.state.print(*args, **kwargs)
 
 
@@ -606,7 +603,7 @@ class EngineStatus:
 
     @property
     def step_scheduler_per_process(self) -> bool:
-        """True if each optimizer step steps a scheduler once for every process, not once in total."""
+        """True if an optimizer step makes a learning rate scheduler step as many times as there are processes."""
         return self.preparation.options.step_scheduler_per_process
 
     @step_scheduler_per_process.setter
@@ -832,10 +829,10 @@ class ModelHandling:
         return self.preparation.whole_state(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
-        """Return a loader that skips the first batches of its next epoch.
+        """Return a data loader that skips `num_batches` batches in its next epoch, to resume within an epoch.
 
-        Used to resume training within an epoch. Skipped batches are not read. After `load_state`, the order is that of
-        the interrupted epoch. Loaders that continue by themselves (`use_stateful_dataloader`) are not skipped twice.
+        Skipped batches are not read. After `load_state`, the order is that of the interrupted epoch. Loaders that continue
+        by themselves (`use_stateful_dataloader`) are not skipped twice.
 
         Args:
             dataloader: A prepared loader.
@@ -1101,7 +1098,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Prepare an optimizer, so that it steps only after enough micro-batches."""
+        """Wrap an optimizer for gradient accumulation: `step` does nothing before the last batch of an update."""
         return self.preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
@@ -1141,10 +1138,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.loader(data_loader, device_placement, tail, place, shard, fill)
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared data loader that is no longer used.
-
-        Checkpoints then do not include its position.
-        """
+        # Checkpoints then do not include the loader's position.
         self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
@@ -1171,7 +1165,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.optimizer_step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, divided by the number of accumulated micro-batches.
+        """Divide a loss by the number of batches whose gradients are accumulated, then compute its gradients.
 
         With fp16 mixed precision, the loss is scaled as well. With `weight`, the resulting gradients are those of the
         weighted mean over all accumulated micro-batches and all processes. Pass a weight for every micro-batch or for
@@ -1237,9 +1231,9 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that splits the sequences of a batch over processes.
+        """Return a context manager that splits `buffers` over processes if the strategy uses context parallelism.
 
-        It has no effect if the strategy does not use context parallelism.
+        Otherwise, the context manager has no effect.
 
         Args:
             buffers: Tensors that hold full sequences, such as tokens, labels and positions.

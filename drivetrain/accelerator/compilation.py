@@ -62,7 +62,6 @@ class Compilation:
                         module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to compile separately, such as the model's repeated blocks."""
         blocks = repeated_blocks(model)
         if blocks:
             return blocks
@@ -84,7 +83,6 @@ class Compilation:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules that have a `forward` and parameters."""
     found: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:

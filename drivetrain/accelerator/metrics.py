@@ -76,7 +76,6 @@ def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _holds_tensors_only(data: Any) -> bool:
-    """Return True if nested data, such as a dict of lists, contains tensors but no other objects."""
     if isinstance(data, Tensor):
         return True
     if isinstance(data, Mapping):

@@ -241,7 +241,6 @@ class AcceleratorState(PartialState):
 def autocast_context(
     precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
 ) -> AbstractContextManager[Any]:
-    """Return the context manager for mixed precision outside a prepared model."""
     if options is None:
         return precision.forward_context()
     return precision.autocast(kind, options.enabled, options.cache_enabled)
@@ -294,10 +293,6 @@ class PrecisionForward:
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Make a module's `forward` run in a precision, such as under autocast.
-
-    Replaces an earlier wrapping.
-    """
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
@@ -324,13 +319,10 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Return the precision of a run, as set by the script, the launcher or the strategy.
-
-    Options in `handlers` cannot be combined with a `Precision` object.
-    """
     if observer.current is not None and (observed := observer.current.precision()) is not None:
         return resolve_precision(observed)
     if spec is None:
+        # The launcher's choice, if the script has none.
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
     if isinstance(strategy, Configured):
@@ -359,7 +351,6 @@ def make_precision(
 
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
-    """Return a precision's name in `accelerator.mixed_precision`, such as `"bf16"`."""
     if isinstance(strategy, Configured):
         return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
@@ -435,7 +426,6 @@ def make_state(
     launched: Launched,
     dynamo: TorchDynamoPlugin | None,
 ) -> AcceleratorState:
-    """Create the object that `accelerator.state` returns, from the settings of an Accelerator."""
     shown = {name: value for name, value in vars(plugins).items() if value is not None}
     if launched.settings:
         asked = {
@@ -457,10 +447,6 @@ def make_state(
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project configuration with the given output directory.
-
-    Raise an error if it has another one.
-    """
     given = None if directory is None else os.fspath(directory)
     if configuration is None:
         return ProjectConfiguration(project_dir=given)
@@ -489,7 +475,6 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """Return the gradient accumulation options of the script, or else of the launcher."""
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, whose num_steps is "
@@ -519,7 +504,7 @@ FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the o
 
 @dataclass
 class PreparationOptions:
-    """Options with which `Accelerator.prepare` treats models, optimizers and loaders.
+    """Settings of `Accelerator.prepare`, such as whether models are compiled and moved to the device.
 
     Changes apply to objects that are prepared later.
 
@@ -540,7 +525,7 @@ class PreparationOptions:
 
 
 class Preparation:
-    """Implementation of `Accelerator.prepare` for each kind of object.
+    """The code behind `Accelerator.prepare`, which wraps models, optimizers, data loaders and schedulers.
 
     Attributes:
         compilation: Options for compiling models, or None.
@@ -566,7 +551,6 @@ class Preparation:
         self._step, self._prepared, self._active = step, prepared, active
 
     def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers, and return their replacements."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
                 f"device_placement has {len(device_placement)} entries for {len(objects)} objects. Pass one entry for "
@@ -641,10 +625,7 @@ class Preparation:
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the full state dict of a prepared model, with tensors on the CPU.
-
-        All processes must call this.
-        """
+        # All processes must call this.
         return self._strategy.state.model(model, full=True, everywhere=True)
 
     # optimizers and schedulers

@@ -109,7 +109,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Detach `GradientState` from the Accelerator created last. Later instances then show default values."""
+        # Instances that are created later then have default values.
         PartialState.registry().pop(_GRADIENTS, None)
 
     def _find(self) -> tuple[AccumulationWindow | None, ActiveLoaders | None]:
@@ -118,7 +118,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True if this process has created an `Accelerator`, from which this object takes its values."""
+        """True if this process has an `Accelerator`, whose gradient accumulation this object then describes."""
         return self._find()[0] is not None
 
     @property
@@ -146,9 +146,9 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The options of gradient accumulation (`GradientAccumulationPlugin`), as a dict by name.
+        """The gradient accumulation options by name, such as `num_steps`, as a dict that may be changed.
 
-        Changes to it apply from the next micro-batch on.
+        Changes apply from the next micro-batch on.
         """
         return vars(self.plugin)
 
@@ -159,7 +159,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The option `adjust_scheduler` of `GradientAccumulationPlugin`. It has no effect in drivetrain."""
+        """The value of `GradientAccumulationPlugin.adjust_scheduler`, which is accepted without effect."""
         return self.plugin.adjust_scheduler
 
     @property
@@ -203,7 +203,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The number of samples in the last global batch, without padding.
+        """The number of samples of all processes in an epoch's last batch, without those repeated to fill it.
 
         -1 before the last batch, or if unknown.
         """
@@ -278,7 +278,7 @@ class PreparedOptimizer(OptimizerProxy):
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights if the current micro-batch is the last to accumulate.
+        """Update the model's weights if the current batch is the last one of the gradient accumulation.
 
         Otherwise, do nothing.
 
@@ -292,7 +292,7 @@ class PreparedOptimizer(OptimizerProxy):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Return a context in which only this optimizer's parameters get gradients.
+        """Return a context manager that freezes all parameters except those of this optimizer, as for GANs.
 
         Args:
             sync_grad: True to reduce gradients over processes in the body.
@@ -431,10 +431,6 @@ class AccumulationWindow:
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Start the accumulation of `size` micro-batches for one optimizer step.
-
-        Used by the Trainer.
-        """
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size

@@ -40,7 +40,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """An open checkpoint, from which models, optimizers, schedulers and data loaders are restored.
+    """Reader of a checkpoint, which restores models, optimizers, schedulers and data loaders from it.
 
     Sharded tensors are read directly into the shards of this process. The checkpoint may have the format of another
     tool.
@@ -177,10 +177,6 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Load the checkpoint's weights into the given models.
-
-        With `models=None`, load all prepared models.
-        """
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -197,7 +193,6 @@ class SavedEngine:
                 )
 
     def restore_optimizers(self) -> None:
-        """Load the optimizer states of the checkpoint into the prepared optimizers."""
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
@@ -230,11 +225,7 @@ class SavedEngine:
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Restore the positions of the prepared data loaders within the interrupted epoch.
-
-        A loader prepared with `use_stateful_dataloader` continues at the next sample. A loader after the last batch of
-        an epoch continues with the next epoch. Loaders without saved state are not changed.
-        """
+        # Loaders without a saved position are not changed. One after its last batch continues with the next epoch.
         for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
             loader.expect_next_epoch()
@@ -256,7 +247,6 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Restore this process's random number generators, if their states were saved."""
         restore_random(self.random)
 
 
@@ -293,10 +283,6 @@ class NumberedCheckpoints:
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Return the folder for the next numbered checkpoint.
-
-        Raise an error if the folder exists already.
-        """
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -315,11 +301,6 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count the checkpoint saved in `directory`, and delete the oldest ones beyond `total_limit`.
-
-        The removal happens after the new checkpoint is complete. Directories with such a name that are not checkpoints
-        are neither removed nor counted.
-        """
         if directory != self._path(self.configuration.iteration):
             return
         self.configuration.iteration += 1
@@ -369,13 +350,13 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and data loader positions at an earlier time, for a checkpoint that describes this time.
+    """Random state and data loader positions after a finished step, to be saved while the next one runs.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
     Attributes:
-        random: The random state at that time. None means the current one.
-        loaders: The loaders' positions at that time. None means the current ones.
+        random: The random state after that step. None means the current one.
+        loaders: The loaders' positions after that step. None means the current ones.
         combined: Further state of a combined loader, or None.
     """
 
@@ -456,7 +437,6 @@ class RunState:
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """Return the class names of the prepared objects, by kind such as `"optimizers"`."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -503,7 +483,6 @@ class RunState:
         return shared, {"engine": process, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Call the user's hooks, then save a checkpoint. Return the checkpoint's folder."""
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         if observer.current is not None:

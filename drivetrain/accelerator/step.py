@@ -166,7 +166,7 @@ class StepHooks:
 
 
 class OptimizerStep:
-    """Backward pass, gradient clipping and step for all prepared optimizers.
+    """The backward pass, gradient clipping and optimizer step of a training loop, for all prepared optimizers.
 
     A plain loop runs the parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared
     optimizer. The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
@@ -197,7 +197,7 @@ class OptimizerStep:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if there are gradients for a later optimizer step, which a checkpoint would not contain."""
+        # A checkpoint would not contain these gradients.
         if self.window.is_within:
             return True
         if self.window.is_abandoned:
@@ -303,7 +303,6 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Call the hooks that may veto an optimizer step. Return True if any of them returns False."""
         # `_call` runs all hooks before the first result is read, because hooks may run collectives.
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
@@ -340,13 +339,6 @@ class OptimizerStep:
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer if the current micro-batch is the last to accumulate.
-
-        Otherwise, do nothing.
-
-        Returns:
-            The closure's return value, or None without a closure. Also None if the optimizer calls the closure itself.
-        """
         if not self.window.sync_gradients:
             return None
         optimizer, timing = prepared.optimizer, self.timing

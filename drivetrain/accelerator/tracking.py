@@ -80,10 +80,7 @@ class RunTracking:
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load the experiment trackers' state from a checkpoint, so that they continue the same runs.
-
-        Trackers that are created later continue these runs too.
-        """
+        # Trackers that are created later continue these runs too.
         self._states = entries.get("trackers", ())
         if self.group.trackers:
             self.group.load_state(self._states)
