@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of all callbacks.
+    """Base class of callbacks: objects whose methods the Trainer calls at fixed points of a run.
 
     Override a hook to run code at that point of the training loop. The Trainer checks once, when a run starts, which
     hooks a class overrides, and calls only those. Hooks that are not overridden cost nothing. Override hooks in a
@@ -95,7 +95,7 @@ class Callback:
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0", use="schedule")
     def rhythm(self) -> Duration | tuple[Duration, ...] | None:
-        """Deprecated name of `schedule`: the callback's interval in samples, tokens or fractions of the run."""
+        """Deprecated name of the attribute `schedule`, the interval at which a callback acts, such as `1M tokens`."""
         return self.schedule
 
     @rhythm.setter
@@ -142,7 +142,7 @@ class Callback:
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
-        """Return True if the current weights may be saved.
+        """Return True if the current weights may be saved, or False to prevent a checkpoint, such as one of NaNs.
 
         Called on every callback before a checkpoint is saved. Called on all processes, which must return the same
         value. If any callback returns False, no checkpoint is saved.
@@ -436,7 +436,7 @@ class Verb(str, Enum):
 
 
 class Stage(str, Enum):
-    """Stages of a run, as in `trainer.stage`: train, validate, test and predict. Members equal these strings.
+    """Stage of a run: training, validation, testing or prediction. Each member equals a string like `"train"`.
 
     Attributes:
         TRAIN: Training, in `fit`.
@@ -455,7 +455,6 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> Verb:
-        """The Trainer method that runs this stage, such as `fit` for training."""
         return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
@@ -464,7 +463,6 @@ class Stage(str, Enum):
 
     @property
     def loader(self) -> str:
-        """The word for this stage in the names of dataloader methods, such as `"val"`."""
         return "val" if self is Stage.VALIDATE else str(self.value)
 
     @property
@@ -479,9 +477,7 @@ class Stage(str, Enum):
 
     @property
     def limit_name(self) -> str:
-        """The name of the argument that limits the stage's batches, such as `"limit_val_batches"`."""
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
-        """Return the name of a callback hook of this stage, such as `"on_test_start"`."""
         return f"on_{self.hook}_{moment}"

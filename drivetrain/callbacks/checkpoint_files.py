@@ -127,7 +127,6 @@ class CheckpointName:
 
     @property
     def fields(self) -> list[str]:
-        """The names of the template's placeholders: `epoch` and `val_loss` for `"{epoch}-{val_loss}"`."""
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
@@ -154,7 +153,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """Checkpoint names and scores that a `ModelCheckpoint` saved as its state, checked before a run resumes.
+    """Saved state of a `ModelCheckpoint` callback: the names and scores of an earlier run's checkpoints.
 
     Attributes:
         saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
@@ -302,10 +301,6 @@ def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: S
 
 
 def is_directory_of(path: str | None, state: SavedAccount) -> bool:
-    """Return True if `path` is a saved run's checkpoint directory, even if it was moved.
-
-    The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
-    """
     old, newest = state.saved_in, state.names["newest"]
     # Credentials in a URL may change between runs.
     if path is None or without_credentials(path) == without_credentials(old or ""):
@@ -319,7 +314,6 @@ def is_directory_of(path: str | None, state: SavedAccount) -> bool:
 
 
 def _leads_below(root: str, name: str) -> bool:
-    """Return True if `root/name` is inside `root` after symbolic links are resolved."""
     return os.path.realpath(os.path.join(root, name)).startswith(os.path.realpath(root) + os.sep)
 
 
@@ -383,7 +377,6 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """Return the oldest checkpoints to delete so that a directory holds at most `limit`."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
     # Links in `needed` are resolved first, so that the checkpoint that `last` points to is counted as needed.
     found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
@@ -445,7 +438,6 @@ class CheckpointAccount:
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
-        """Return the checkpoints that `total_limit` never deletes: the best, the newest and `last`."""
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
@@ -580,10 +572,7 @@ class CheckpointWriter:
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Save a checkpoint to the paths of a decision, in the background if configured.
-
-        Call `settle` before, since only one save may run at a time.
-        """
+        # Only one save may run at a time, so `settle` is called before.
         target = decision.target
         if target is None:
             return
@@ -626,7 +615,6 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Save a checkpoint, and wait until it is on disk. Return False if that failed."""
         # The failure of an earlier save must not prevent this one.
         self.settle(forgive=True)
         if trainer.saves is not None:

@@ -84,7 +84,6 @@ def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any
 
 
 def as_rows(values: Any) -> Any:
-    """Convert an array to a tensor, or to a list if torch has no such dtype."""
     if isinstance(values, Tensor) or not hasattr(values, "__array__"):
         return values
     array = np.asarray(values)
@@ -95,10 +94,10 @@ def as_rows(values: Any) -> Any:
 
 
 def flat_columns(outputs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Flatten the output dict of a step. Nested values are named `"outer.inner"`."""
     flat: dict[str, Any] = {}
     for key, value in outputs.items():
         if isinstance(value, Mapping):
+            # named `"outer.inner"`
             flat.update({f"{key}.{name}": inner for name, inner in flat_columns(value).items()})
         else:
             flat[str(key)] = as_rows(value)
@@ -190,7 +189,6 @@ def _write_npz(samples: Samples, path: Path) -> None:
 
 
 def _array(values: Sequence[Any]) -> Any:
-    """Convert a column to a NumPy array, of objects unless all items are plain values."""
     rows = plain(values)
     if all(isinstance(row, (str, bool, int, float)) for row in rows):
         return np.asarray(rows)
@@ -231,7 +229,6 @@ _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
 
 
 def plain(values: Any) -> list[Any]:
-    """Convert a column to a list of Python numbers and lists."""
     listed: Any = recursively_apply(lambda each: each.tolist(), values, test_type=lambda each: hasattr(each, "tolist"))
     return list(listed)
 

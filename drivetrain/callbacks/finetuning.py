@@ -250,7 +250,6 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _schedule_groups(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
-        """Include new parameter groups of an optimizer in its learning rate schedulers."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
                 cover_new_groups(config.scheduler)

@@ -20,8 +20,6 @@ MODES = ("exponential", "linear")
 
 @dataclass(frozen=True)
 class LRRange:
-    """Validated options of a learning rate search, as described for `LearningRateFinder`."""
-
     min_lr: float = 1e-8
     max_lr: float = 1.0
     num_training: int = 100

@@ -184,8 +184,6 @@ class LearningRateMonitor(Callback):
 
 
 class _Rates:
-    """Learning rates of an optimizer's parameter groups, with their names in the log."""
-
     def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name
         self.interval = interval
@@ -218,7 +216,6 @@ class _Rates:
         self._known = names
 
     def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
-        """Return the current learning rates by name, and add them to the history."""
         values: dict[str, float] = {}
         for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
             values[name] = rate = float(group["lr"])

@@ -344,7 +344,7 @@ class ModelCheckpoint(Callback):
         return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
-        """Return the current value of the metric `monitor`, by which checkpoints are compared.
+        """Return the metric by which checkpoints are compared. Raise if a validation has run without logging it.
 
         None if it has not been logged yet, or if no metric is monitored.
 

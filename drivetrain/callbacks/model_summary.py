@@ -42,7 +42,6 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module, state: ModelState | None = None, recurse: bool = True) -> ParameterCount:
-    """Count the parameters of a model. Shared parameters count once."""
     elements = trained = nbytes = 0
     seen: set[int] = set()
     for module in model.modules() if recurse else [model]:
@@ -137,13 +136,11 @@ class ModuleTable:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """The numbers of all parameters and of the trainable ones."""
         counted = self._count(self._model)
         return counted.elements, counted.trained
 
     @property
     def other_parameters(self) -> int:
-        """The number of parameters that belong to the model itself, not to a submodule."""
         return count_parameters(self._model, self._state, recurse=False).elements
 
     @property
@@ -153,7 +150,6 @@ class ModuleTable:
 
     @property
     def modes(self) -> dict[str, int]:
-        """The numbers of submodules in train mode and in eval mode, as a dict."""
         inner = [module for module in self._model.modules() if module is not self._model]
         training = sum(module.training for module in inner)
         return {"train": training, "eval": len(inner) - training}
@@ -183,7 +179,6 @@ class ModuleTable:
 
     @staticmethod
     def random_state() -> AbstractContextManager[Any]:
-        """Return a context in which a forward pass leaves the training's random numbers unchanged."""
         return isolated_random_state(devices=True)
 
     def _kind(self, module: nn.Module) -> str:

@@ -92,7 +92,6 @@ class Stage:
 
     @property
     def elapsed(self) -> float:
-        """The seconds spent in this stage so far, without nested stages."""
         return time.perf_counter() - self.started - self.paused
 
     @property
@@ -105,7 +104,6 @@ class Stage:
         return f"{self.title}: {', '.join([*parts, listed(values)] if values else parts)}"
 
     def summary(self, values: Mapping[str, float]) -> str:
-        """Return the line of text that is printed when the stage has ended."""
         done, total, elapsed = self.all_done, self.total, self.elapsed
         counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
         rate = f" ({self.rate:.4g} it/s)" if elapsed > 0 else ""
@@ -281,7 +279,7 @@ _FORMATS_WITHOUT_TOTAL = (
 
 
 def fit_line(columns: int, needed: int, values: Mapping[str, float], optional: Sequence[int]) -> tuple[int, str]:
-    """Return how many optional parts fit into a line of the terminal, and the metric values, shortened to fit.
+    """Fit a progress bar into one line: return how many optional parts to show, and the metrics as text.
 
     Args:
         columns: The width of the terminal.

@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 
 
 def require_rich(owner: str) -> None:
-    """Import the rich package, or raise `ConfigurationError` if it is not installed.
-
-    Importing `rich.style` draws a random number, so the state of Python's random generator is restored.
-    """
     if find_spec("rich") is None:
         raise ConfigurationError(f'{owner} needs rich, which is not installed. Run: pip install "drivetrain[rich]".')
+    # The import draws a random number.
     state = random.getstate()
     import_module("rich.style")
     random.setstate(state)

@@ -236,7 +236,6 @@ class StepLog:
 
 
 def checked_every(every: Any, owner: str) -> int | Duration | None:
-    """Validate a callback's argument `every`, and return steps or a `Duration`."""
     if every is None:
         return None
     interval = interval_of(every, f"{owner}.every")
@@ -274,13 +273,10 @@ def monitored_value(metrics: Mapping[str, Any], monitor: str) -> float | None:
 
 
 def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
-    """Return an error message if `monitor` resembles a logged metric's name, else None.
-
-    Metrics that only training or a later validation logs are no typos, so a name without a similar one passes.
-    """
     # The sanity check logs no training metrics, so they cannot be checked.
     if monitor in logged or "train" in monitor:
         return None
+    # A metric that only a later validation logs is no typo, so a name without a similar one passes.
     alike = difflib.get_close_matches(monitor, sorted(logged), n=1, cutoff=_TYPO)
     # `val_loss_1` and `val_loss_2` are two metrics, not a typo.
     if not alike or _without_numbers(alike[0]) == _without_numbers(monitor):

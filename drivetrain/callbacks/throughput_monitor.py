@@ -238,7 +238,7 @@ class ThroughputMonitor(Callback):
         self._stop_counting()
 
     def compute(self, world_size: int = 1, data_shards: int | None = None) -> dict[str, float]:
-        """Return the current rates and totals as a dict from metric name to value, ready to be logged.
+        """Return metrics of the training speed, such as samples per second, as a dict that is ready to be logged.
 
         Args:
             world_size: The number of processes, which are assumed to be as fast as this one.

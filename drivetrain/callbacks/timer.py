@@ -80,9 +80,9 @@ class Timer(Callback):
         return self._last.get(stage, (None, None))[0]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage last ended, in seconds of `time.monotonic`.
+        """Return when training, validation or testing last ended, in seconds of `time.monotonic`.
 
-        None while it runs or if it never ran.
+        None while the stage runs or if it never ran.
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.

@@ -226,7 +226,7 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """The number of times that weights have been added to the average."""
+        """The number of times that this callback has added the model's current weights to their average."""
         return 0 if self._average is None else self._average.count
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -729,7 +729,6 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """Validate `swa_epoch_start`: an epoch number, a fraction or a `Duration`."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):

@@ -106,10 +106,10 @@ class WeightHistograms(Callback):
 
 
 def _on_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy flat tensors to the CPU, with one transfer for each device."""
     found: dict[str, Tensor] = {}
     for device in {value.device for value in values.values()}:
         here = {name: value for name, value in values.items() if value.device == device}
+        # one transfer for each device, not for each tensor
         parts = torch.split(torch.cat(list(here.values())).cpu(), [value.numel() for value in here.values()])
         found |= {name: part.clone() for name, part in zip(here, parts, strict=True)}
     return {name: found[name] for name in values}

@@ -106,7 +106,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the performance samples of all ranks, such as speed over time, from a run's folder.
+    """Read every rank's performance samples, such as its speed over time, from the files in a run's folder.
 
     Return a dict from rank to a description of its machine and its samples in order of time.
     """
@@ -198,7 +198,6 @@ class Chart:
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """Return the chart as a dict for the JavaScript of the report page."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []
@@ -345,7 +344,6 @@ def places_of(samples: Sequence[Sample], values: RunValues) -> dict[str, list[fl
 
 
 def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
-    """Return a chart for each rank of how its time was spent."""
     charts = []
     for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
         times = times_of(samples)

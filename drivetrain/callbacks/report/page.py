@@ -73,7 +73,7 @@ _SOONEST, _LATEST = 5.0, 600.0
 
 @dataclass
 class PageParts:
-    """Everything that the HTML page of a report shows except charts, such as headings and tables.
+    """Texts, tables and images of a run report's HTML page, without its charts.
 
     Attributes:
         title: The heading and the window title.
@@ -301,7 +301,6 @@ class RunPage:
 
     @property
     def samples(self) -> list[Sample]:
-        """The performance samples of the lowest rank, usually the main process."""
         return next((samples for _, samples in self.lanes.values()), [])
 
     @property
@@ -409,7 +408,6 @@ def _figures(run: RunPage) -> Rows:
 
 
 def _time_shares(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """Return the percentage of time that a run spent in each activity, such as forward passes."""
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
         return []

@@ -171,7 +171,6 @@ def read_output(folder: Path) -> str:
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """Return the training time of a run in seconds, summed over its sessions."""
     spans = [*record.get("sessions", ()), record]
     return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
 
@@ -265,7 +264,6 @@ class RunValues:
     images: dict[str, dict[float, list[bytes]]] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
-        """Add a logged value to a metric's curve, or replace that of the same step."""
         curve = self.curves.setdefault(name, Curve())
         if curve.steps and curve.steps[-1] == step:
             curve.values[-1] = value
@@ -274,7 +272,6 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Sort every curve by step, and return this object."""
         for curve in self.curves.values():
             if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
@@ -434,10 +431,6 @@ SETTINGS = {
 
 
 def settings_of(record: Mapping[str, Any], *parts: str) -> dict[str, dict[str, str]]:
-    """Return the settings of a run as text, by part (such as `"trainer"`) and name.
-
-    Without `parts`, all parts that the record has are returned.
-    """
     found = {}
     for part in parts or SETTINGS:
         held: Any = record.get(part) or {}
@@ -467,10 +460,10 @@ def _optimizer_rows(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _data_text(value: Any, several: bool) -> str:
-    """Describe a run's data, such as `60,000 samples in batches of 64, 938 batches`."""
     if not isinstance(value, Mapping):
         return plain_text(value)  # records of older versions hold the text
     samples, sizes = (each if isinstance(each, list) else [each] for each in map(value.get, ("samples", "batch_size")))
+    # such as `60,000 samples in batches of 64, 938 batches`
     parts = []
     for count, size in zip_longest(samples, sizes):
         words = [f"{count:,} samples"] if isinstance(count, int) else []

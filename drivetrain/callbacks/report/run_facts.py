@@ -112,10 +112,6 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return the class and the settings of an optimizer, for the run's record.
-
-    `lr` is the initial learning rate. Settings that are None or off are left out.
-    """
     groups = [{**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in _groups(optimizer)]
     found: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in dict.fromkeys(name for group in groups for name in group if name not in _NOT_SETTINGS):

@@ -84,7 +84,6 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the report page is due. Negative if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
@@ -301,9 +300,9 @@ _MOST_WAITING = 10_000
 
 
 class RunLog(Collector):
-    """Log handler that collects warnings and lines for the run report, in addition to their usual output.
+    """Log handler that collects the warnings, log messages and printed text of a run for its report page.
 
-    Lines are what the run logs, and what is printed with `Trainer.print` or `Task.print`.
+    The text is what `Trainer.print` and `Task.print` write. Everything still appears where it would without a report.
 
     Attributes:
         found: A list of time, step, text and count of each warning.
@@ -345,7 +344,6 @@ class RunLog(Collector):
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {self._clean(text[:_LONGEST_LINE])}")
 
     def write_lines(self, folder: str) -> None:
-        """Append the collected lines to `output.log` in the run's folder."""
         if self._lines:
             with open(os.path.join(folder, OUTPUT), "a", encoding="utf-8", errors="replace") as file:
                 while self._lines:
@@ -475,7 +473,6 @@ class RunReport(Callback):
             _warn(error)
 
     def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
-        """Return the run's report writer, or None if this process writes no report."""
         tracker = _tracker_of(trainer)
         if self._writer is None and trainer.is_global_zero and tracker is not None:
             self._folder = os.path.abspath(tracker.run_directory.path)
@@ -501,7 +498,6 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Record a sample and write the report page if due. Return the seconds to wait."""
         sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
             return _NOTHING_TO_DO
@@ -518,6 +514,7 @@ class RunReport(Callback):
                 writer.write()
         except Exception as error:
             _warn(error)
+        # the seconds to wait until the next call
         return min(sampler.due_in, _NOTHING_TO_DO if writer is None else writer.due_in)
 
     def _finish(self, trainer: Trainer) -> None:
