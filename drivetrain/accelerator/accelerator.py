@@ -603,7 +603,7 @@ class EngineStatus:
 
     @property
     def step_scheduler_per_process(self) -> bool:
-        """True if an optimizer step makes a learning rate scheduler step as many times as there are processes."""
+        """True if each optimizer step advances a learning rate scheduler by one step for every process."""
         return self.preparation.options.step_scheduler_per_process
 
     @step_scheduler_per_process.setter
@@ -831,8 +831,8 @@ class ModelHandling:
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
         """Return a data loader that skips `num_batches` batches in its next epoch, to resume within an epoch.
 
-        Skipped batches are not read. After `load_state`, the order is that of the interrupted epoch. Loaders that continue
-        by themselves (`use_stateful_dataloader`) are not skipped twice.
+        Skipped batches are not read. After `load_state`, the order is that of the interrupted epoch. Loaders that
+        continue by themselves (`use_stateful_dataloader`) are not skipped twice.
 
         Args:
             dataloader: A prepared loader.

@@ -142,7 +142,7 @@ class Callback:
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
-        """Return True if the current weights may be saved, or False to prevent a checkpoint, such as one of NaNs.
+        """Return False to prevent the saving of a checkpoint, for example after NaN losses. True by default.
 
         Called on every callback before a checkpoint is saved. Called on all processes, which must return the same
         value. If any callback returns False, no checkpoint is saved.

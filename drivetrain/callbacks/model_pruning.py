@@ -206,7 +206,7 @@ class ModelPruning(Callback):
     # pruning
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune the parameters in `parameters_to_prune` once: set `amount` of their elements to zero.
+        """Prune parameters: set a number or a share (`amount`) of the elements of `parameters_to_prune` to zero.
 
         Args:
             amount: The number of elements to prune, or the share of the remaining ones.

@@ -226,7 +226,7 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """The number of times that this callback has added the model's current weights to their average."""
+        """The number of times that this callback has added the model's weights to their running average."""
         return 0 if self._average is None else self._average.count
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

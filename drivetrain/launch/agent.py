@@ -94,7 +94,6 @@ class LocalRanks:
         return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
 
     def ended_early(self) -> list[int]:
-        """Return the global ranks on this machine that have already exited with code 0."""
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
@@ -103,19 +102,15 @@ class LocalRanks:
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Return True if a rank has failed whose work no other rank can take over."""
         failed = self._failed()
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return the failed ranks whose work the other ranks can take over.
-
-        A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
-        """
         failed = self._failed()
         # Nobody is left to continue the work.
         if len(failed) == len(self._processes):
             return []
+        # A rank is expendable if it processes items of a work queue: another rank then takes over its current item.
         return [
             local
             for local in failed
@@ -223,10 +218,6 @@ class LocalRanks:
         self.wait(left, STOP_PATIENCE)
 
     def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until ranks have exited, for at most `patience` seconds.
-
-        The wait ends early if `until()` is true.
-        """
         waited_for = set(ranks)
         deadline = time.monotonic() + patience
         self.poll()
@@ -283,7 +274,7 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
 
 
 class Peers:
-    """Messages between the launchers of a run's machines, so that all of them stop and restart together.
+    """Connection between the launchers of a run's machines, so that they stop and restart ranks together.
 
     Each start of the ranks uses its own keys. With a single machine, all methods return at once. The same happens after
     the machine that serves the store has exited.
@@ -329,7 +320,6 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine requests stack traces, to report a hang."""
         return self._has([f"{self._prefix}/stacks_wanted"]) and not self._has([self._keys("stacks")[self._machine]])
 
     def publish_stacks(self, own: str) -> None:
@@ -457,11 +447,9 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def restarting(self) -> bool:
-        """True if the previous ranks have ended and the next ones have not started."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
-        """Return the first failure on any machine, or None."""
         failures = self.ranks.failures()
         return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
 
@@ -703,7 +691,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """Error raised if a launch fails, which torchrun's scripts can catch as well."""
+    """Error of a failed notebook launch. It derives from torch's `ChildFailedError`, which scripts may catch."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

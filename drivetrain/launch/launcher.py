@@ -365,7 +365,6 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
 
 
 def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
-    """Wait until all machines have connected. Ctrl-C can interrupt the wait."""
     failures: list[Exception] = []
 
     def meet() -> None:
@@ -374,6 +373,7 @@ def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
         except Exception as error:
             failures.append(error)
 
+    # A thread, so that Ctrl-C can interrupt the wait.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
     thread.join(_CONNECT_INTERVAL)

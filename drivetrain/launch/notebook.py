@@ -259,7 +259,7 @@ class ScriptReached(BaseException):
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """Location of the running script, from which a child process imports it."""
+    """Path and module name of the user's script, from which a child process can import its functions."""
 
     path: str
     module: str | None = None  # if it was started with `python -m`
@@ -303,7 +303,6 @@ def stop_at_start_of_processes() -> None:
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Keep new child processes from importing the user's script while the `with` block runs."""
     main = sys.modules["__main__"]
     # multiprocessing finds the script by `__file__` and `__spec__` of `__main__`, which this module lacks.
     sys.modules["__main__"] = ModuleType("__main__")
@@ -514,7 +513,6 @@ class Processes:
 
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
-    """Run one rank's function call in a child process, and report its value or error."""
     # A forked process inherits the handlers of its parent, which forward signals to the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
@@ -551,7 +549,6 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
 
 
 def _end_with_parent() -> None:
-    """Exit this process as soon as its parent process has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -341,11 +341,10 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Create launch options from several dicts, of which the first with an option wins.
+        """Create launch options from dicts, such as of flags and of a file. Values of the first dict win.
 
         Args:
-            sources: Dicts from option to value. If several dicts have an option, the first one wins. None means not
-                given.
+            sources: Dicts from option to value, the most important one first. None means not given.
 
         Raises:
             ConfigurationError: An option does not exist, or a value is invalid.
@@ -354,14 +353,6 @@ class LaunchOptions:
 
     @classmethod
     def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
-        """Create launch options from collected settings, each stored with its origin, such as a flag.
-
-        Args:
-            given: Values by name of the setting.
-
-        Raises:
-            ConfigurationError: A value is invalid.
-        """
         known = {each.name for each in fields(cls)}
         merged: dict[str, Any] = {}
         for name, each in given.items():
@@ -390,7 +381,7 @@ class LaunchOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that pass the options to the processes of the run."""
+        """The environment variables through which launched processes receive these launch options."""
         variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
         if self.debug:
             variables["DRIVETRAIN_DEBUG"] = "1"

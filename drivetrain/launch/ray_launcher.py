@@ -69,8 +69,6 @@ class Report:
 
 
 class Stream:
-    """Reader of a rank's output that passes on whole lines only."""
-
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
         self._written = b""
@@ -180,7 +178,6 @@ class RayWorker:
         ranks.stop(ranks.alive(), patience)
 
     def clean_up(self) -> None:
-        """Kill the rank's processes, and remove its temporary files."""
         if self._ranks is not None:
             self.stop(0)
             self._ranks.end_orphans()
@@ -436,7 +433,6 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Record the ranks' states and print their output, after a short wait."""
         # Wait for one report, then take all others that are ready as well.
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
@@ -558,7 +554,6 @@ def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """Wait for the results of Ray calls, or return an empty list if stopped."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []
@@ -593,7 +588,6 @@ def _after_signals(options: LaunchOptions, signals: Sequence[signal.Signals], ra
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect received termination signals in a list while the `with` block runs."""
     received: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number in FORWARDED_SIGNALS:

@@ -166,7 +166,6 @@ def announce(text: str) -> None:
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Tell the user how to resume a stopped run, and return the exit code that says so."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
@@ -191,7 +190,6 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Tell the user how the run ended after a signal, and return the exit code."""
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
         announce(

@@ -228,10 +228,10 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process handles a signal and so survives it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]
     except OSError:
+        # True where there is no /proc, such as on macOS.
         return not os.path.isdir("/proc/self")
     return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)

@@ -161,11 +161,8 @@ def _free_frames(error: BaseException) -> None:
 
 
 def _leave_process_group(rank_process: int) -> None:
-    """Destroy the process group when a script exits.
-
-    Otherwise gloo's threads are alive at interpreter exit. With a DDP model at the script's top level, this aborts the
-    process in about half of the runs (seen with torch 2.13).
-    """
+    # Otherwise gloo's threads are alive at interpreter exit. With a DDP model at the script's top level, this aborts
+    # the process in about half of the runs (seen with torch 2.13).
     distributed = sys.modules.get("torch.distributed")
     if os.getpid() != rank_process or distributed is None or not distributed.is_available():
         return

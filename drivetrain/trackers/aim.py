@@ -111,7 +111,6 @@ class _AimRun(PackageRun):
         return self._repo if self._is_remote else os.path.join(self._repo, ".aim")
 
     def _system_params(self) -> dict[str, Any]:
-        """Return packages, variables, Git state and command line for Aim."""
         import sys
         from importlib.metadata import distributions
 

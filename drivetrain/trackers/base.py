@@ -76,7 +76,7 @@ class Tracker(ABC):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        """Create the tracker of a run whose Trainer selects it by name, such as `logger="csv"`.
+        """Create a tracker that the Trainer's argument `logger` has selected by name, as in `logger="csv"`.
 
         Args:
             save_dir: The root directory of the run.
@@ -331,10 +331,6 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, keep: bool = False) -> Any:
-    """Convert a value to basic Python types that YAML and JSON can represent.
-
-    Other objects become text, or stay if `keep` is True.
-    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
@@ -557,7 +553,7 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
 
 
 class Losses:
-    """Counter of logged values that a tracker could not write.
+    """Counter of logged values that a tracker could not write, about which it then warns the user.
 
     Attributes:
         owner: The name of the tracker, for messages.

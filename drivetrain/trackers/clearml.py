@@ -100,7 +100,7 @@ class ClearMLLogger(BackgroundTracker):
 
     @property
     def version(self) -> str | None:
-        """The ID of the ClearML task, or None before the task is opened."""
+        """The run's version, which is the ID of its ClearML task, or None before the task is opened."""
         return self._run_of_clearml.task_id
 
 
@@ -289,11 +289,8 @@ def plot_of(name: str) -> tuple[str, str]:
 
 
 def _wait_for_source(task: Task) -> None:
-    """Wait until ClearML has finished analyzing the script.
-
-    ClearML 2.1 sets properties without the lock of that thread. The thread would then overwrite the offline session
-    without the properties.
-    """
+    # ClearML 2.1 sets properties without the lock of the thread that analyzes the script. The thread would then
+    # overwrite the offline session without the properties.
     with contextlib.suppress(AttributeError, TypeError):  # raised if no requirements were found
         task.get_requirements()
 

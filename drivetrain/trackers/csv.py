@@ -78,7 +78,6 @@ class CSVLogger(DirectoryTracker):
 
     @property
     def waiting(self) -> list[Row]:
-        """The logged rows that have not been written to the file yet."""
         return self._rows[self._last_is_written and not self._last_has_grown :]
 
     @property
@@ -203,10 +202,6 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size  # file offset of the last row
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows to the CSV file, optionally in place of its last row.
-
-        If writing fails, for example on a full disk, the file is restored, so that the rows can be written again.
-        """
         if replace_last:
             # The last row may have received more values since it was written.
             os.ftruncate(self._file.fileno(), self._last_row)
@@ -214,6 +209,7 @@ class _Table:
         try:
             self._append(rows)
         except OSError:
+            # Restore the file, so that the rows can be written again.
             with suppress(OSError):
                 self._file.close()  # discards buffered rows
             with suppress(OSError):

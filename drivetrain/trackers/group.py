@@ -381,7 +381,6 @@ class BackgroundTracker(Tracker):
         return taken
 
     def _call_and_wait(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Run a call on the tracker's thread. Return its result, or None if it fails or takes too long."""
         found: list[Any] = []
         done = threading.Event()
 
@@ -478,7 +477,6 @@ class TrackerGroup:
 
     @property
     def keeps_values(self) -> bool:
-        """True if logged values are stored anywhere, on any process."""
         return bool(self.trackers) or self.recorder is not None
 
     @property
@@ -486,7 +484,6 @@ class TrackerGroup:
         return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
 
     def record_with(self, recorder: Tracker | None) -> None:
-        """Set an additional tracker that stores values for the run report."""
         self.recorder = recorder
 
     @property

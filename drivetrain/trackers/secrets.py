@@ -47,7 +47,6 @@ class Secrets:
         return self._clean(value, drops=False)
 
     def drop(self, value: Any) -> Any:
-        """Leave out entries of nested dicts that are named like secrets."""
         return self._clean(value, drops=True)
 
     def _clean(self, value: Any, drops: bool) -> Any:

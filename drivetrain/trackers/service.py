@@ -34,7 +34,6 @@ def missing_package(owner: str, package: str, extra: str) -> PackageMissingError
 
 
 def check_reachable(owner: str, url: str, advice: str) -> None:
-    """Raise `TrackerError` if a tracker's server cannot be reached."""
     if any(scheme in urllib.request.getproxies() for scheme in ("http", "https", "all")):
         return  # the package connects through a proxy
     parsed = urllib.parse.urlsplit(url)

@@ -108,7 +108,6 @@ class _TrackioRun(PackageRun):
         return f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0] if server else where
 
     def _check_space(self) -> None:
-        """Raise `TrackerError` if a Hugging Face token or connection is missing."""
         import huggingface_hub
 
         if not huggingface_hub.get_token():

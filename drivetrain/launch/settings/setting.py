@@ -38,10 +38,6 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Parse the text of a setting, such as a flag's, to its type.
-
-        `where` names the flag, key or variable in an error message.
-        """
         if value is None or (self.auto and str(value).strip().lower() in ("auto", "none", "")):
             return None
         if isinstance(value, str):
@@ -143,7 +139,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Launch settings that form a section of the configuration file, such as `fsdp_config`."""
+    """Related launch settings, such as those of FSDP, and the section of the configuration file for them."""
 
     name: str
     prefix: str

@@ -52,13 +52,10 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the launch settings in the environment variables of another launcher.
-
-    Values that it writes in every launch are left out.
-    """
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
+        # Values that the other launcher writes in every launch are left out.
         if given.strip().lower() not in _NOT_GIVEN:
             value = setting.parse(given, str(setting.theirs))
             if value is not None:
