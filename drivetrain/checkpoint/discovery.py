@@ -166,7 +166,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Return a sentence that names the newest intact checkpoint next to a damaged one."""
+    # A sentence for the error message about a damaged checkpoint.
     found, path = storage_of(directory)
     storage = storage or found
     try:

@@ -300,10 +300,7 @@ def write_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Write tensors to safetensors files one by one, and return the files.
-
-    The files get their final names after all of them are complete.
-    """
+    # The files get their final names after all of them are complete.
     listed = list(sources)
     limit = shard_limit(max_shard_size)
     directory = os.path.abspath(os.fspath(output))
@@ -401,7 +398,7 @@ _READERS = 4
 
 
 class Weights(Mapping[str, Tensor]):
-    """Mapping from names to weights, which reads a weight when it is accessed.
+    """Mapping from the names of a model's weights to tensors, which may read a tensor only when it is accessed.
 
     Attributes:
         where: The source of the weights, for error messages.
@@ -426,7 +423,6 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy each weight whose name is a key of `targets` into the tensor there, several at a time."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
@@ -435,17 +431,15 @@ class Weights(Mapping[str, Tensor]):
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return the memory-mapped file with the weight `name` and its name there, or None to copy the weight."""
+        # A subclass returns the memory-mapped file and the weight's name in it. None: the weight must be copied.
         return None
 
     def tied(self) -> dict[str, str]:
-        """Return the names for which the files hold no tensor, with the name of the tensor to use instead."""
+        # Names without a tensor of their own, mapped to the names of the tensors to use instead.
         return dict(self.same)
 
 
 class HeldWeights(Weights):
-    """Weights that are already in memory, as a dict of tensors."""
-
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
         self.entries = {name: Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()}
@@ -598,7 +592,7 @@ def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
 
 
 def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the tied weights that a file stores only once, mapped to the stored names."""
+    # Tied weights that a file stores only once, mapped to the stored names.
     return {name: target for name, target in metadata.items() if target in entries and name not in entries}
 
 
@@ -691,7 +685,6 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
 
 
 def _choose(names: list[str], directory: str) -> str:
-    """Return the file of a directory from which weights are read, such as `model.safetensors`."""
     for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
         if name in names:
             return name
@@ -736,7 +729,7 @@ def save_pickled_weights(
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add entries for all names of tied weights, of which files store only one.
+    """Return `weights` with an entry for every name of a shared parameter, since files store one of its names only.
 
     Args:
         model: The unwrapped model, which defines the ties.

@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What drivetrain has recorded about its run in a checkpoint file of another tool's format."""
+    """Facts about a drivetrain run that are stored in its checkpoint in another tool's format, such as the step."""
 
     world_size: int  # processes that wrote the file
     step: int | None
@@ -40,12 +40,12 @@ class WrittenFile:
     finite_loss: bool  # every loss since the previous save was finite
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Return the state of one rank from the file, such as its random generators' state."""
+        # The state of one rank alone, such as that of its random generators.
         raise NotImplementedError
 
 
 class CheckpointFormat:
-    """Base class for the checkpoint formats of other tools.
+    """Base class for a checkpoint format of another tool, in which a Trainer can read and save checkpoints.
 
     To save a Trainer's checkpoints in another format, derive a class and return an instance from
     `Trainer.checkpoint_format`. `save` and `content` are called on all processes, all other methods on one.
@@ -65,7 +65,7 @@ class CheckpointFormat:
     # existing checkpoints
 
     def recognises(self, source: Any) -> bool:
-        """Return True if a path or an opened file seems to have this format.
+        """Return True if a path, a file or its content seems to be a checkpoint in the format of this class.
 
         Args:
             source: The local path, the opened file or the content.
@@ -79,14 +79,21 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Convert another tool's checkpoint to two states of a run: that of all processes and that of `rank`.
+        """Convert a checkpoint in the format of this class to the dicts from which a drivetrain run restores its state.
 
-        The second state may be None. The arguments are those of `read_foreign`.
+        Args:
+            source: The checkpoint's path, the opened file or its content.
+            rank: The rank whose own state to return.
+            count: The number of processes that read the checkpoint. None means as many as wrote it.
+            given: Names of hyper-parameters that are not needed, or None if none are. See `read_foreign`.
+
+        Returns:
+            The state that all processes share, and the state of `rank` alone or None.
         """
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return what drivetrain recorded about its run in the checkpoint file at `path`, or None if nothing.
+        """Return the facts that drivetrain stored about its run in a checkpoint file of this format, or None.
 
         Args:
             path: The local file. Links are not allowed.
@@ -124,7 +131,7 @@ class CheckpointFormat:
     # the checkpoints of a Trainer's run
 
     def save(self, trainer: Any, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
-        """Save the current state of a Trainer's run as a checkpoint in this format.
+        """Save the current state of a Trainer's run as a checkpoint in the format that this class implements.
 
         Args:
             trainer: The Trainer.
@@ -142,7 +149,7 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): this format can only be read, not written.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Read a checkpoint that a run resumes from, or return None to let drivetrain read it as usual.
+        """Return the content of the checkpoint from which a Trainer resumes, or None to let drivetrain read the file.
 
         Override it for checkpoints that drivetrain cannot read by itself.
 
@@ -167,7 +174,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return True if saving a checkpoint to `path` may overwrite the file or directory that is there.
+        """Return False if a file at `path` must not be overwritten when a Trainer saves a checkpoint there.
 
         Args:
             path: The path.
@@ -179,7 +186,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if a checkpoint in `directory` may also get a second name, such as a link `last`.
+        """Return True if links to checkpoints, such as `last` to the newest one, can be created in `directory`.
 
         Args:
             directory: The directory or URL.
@@ -229,7 +236,7 @@ def read_foreign(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read another tool's checkpoint as the states of a drivetrain run, without executing code from it.
+    """Read another tool's checkpoint as the state dicts of a drivetrain run, without running code from the file.
 
     Args:
         path: A local file or directory, an opened file, or its content.

@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """True if the model and the checkpoint have tensors of equal names and shapes."""
+        """True if the loaded checkpoint contains exactly the model's tensors, with equal names and shapes."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class Checkpoint:
-    """Checkpoint that is open for reading.
+    """Reader of one checkpoint in drivetrain's own format, to load its state and verify its files.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -90,7 +90,7 @@ class Checkpoint:
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """Return the checkpoint's JSON file `name` as a dict, in which a key stands for each tensor."""
+        # The content of a JSON file, in which a key stands for each tensor.
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         if type(packed) is not dict or is_tagged(packed):
@@ -100,7 +100,7 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read from the checkpoint what all processes share, such as the states of models and optimizers.
+        """Read the part of the checkpoint that all processes share, such as the states of models and optimizers.
 
         Args:
             only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.
@@ -130,7 +130,7 @@ class Checkpoint:
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Check the SHA-256 hashes of the checkpoint's files against its manifest.
+        """Check that the checkpoint's files are undamaged, by comparing their SHA-256 hashes with the manifest.
 
         Args:
             names: The files to check. None checks all, and also the structure of the index and the JSON files.

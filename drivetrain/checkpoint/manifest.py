@@ -232,7 +232,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Keys under which a checkpoint stores the states of models and of optimizers, as paths in its nested dict.
+    """Positions of the models' and the optimizers' states in a checkpoint's nested dict, as keys joined by slashes.
 
     Attributes:
         models: The path of the models' states.
@@ -255,7 +255,6 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Return where a checkpoint stores models and optimizers, given its top-level names."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:

@@ -32,9 +32,9 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Save the state of a run as a checkpoint, once the previous save has ended.
+    """Save the nested dicts that hold the state of a run as a checkpoint in `directory`, from all processes.
 
-    Call it on all processes.
+    Call it on all processes. It first waits until the previous save has ended.
 
     Args:
         directory: The checkpoint's directory or URL. An existing checkpoint is replaced after the new one is complete.
@@ -171,7 +171,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """Return the number of processes in a checkpoint, and a function that reads one's state.
+    """Return how many processes saved a checkpoint, and a function that reads the state which a given rank saved.
 
     Args:
         path: The checkpoint's directory, file or URL.
@@ -192,7 +192,7 @@ def read_shared(
     only: Collection[str] | None = None,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
-    """Read what all processes share, such as models and optimizers, from a checkpoint of any known format.
+    """Return the state of models, optimizers and loops from a checkpoint in drivetrain's or another tool's format.
 
     Args:
         path: The checkpoint.

@@ -74,7 +74,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path} {what} while a model uses this file. Load the model again.")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor in the mapped file's memory, or a copy if it is not aligned."""
+        # A view of the file's mapped memory, or a copy if the position is not a multiple of the item size.
         place = self.placed[name]
         dtype, shape = place.entry.dtype, place.entry.shape
         if place.entry.nbytes == 0:
@@ -92,7 +92,6 @@ class MappedFile:
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Copy a tensor's bytes from the file into a buffer."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
@@ -115,7 +114,7 @@ class MappedFile:
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
-        """Free the memory of a byte range of the mapped file."""
+        # Frees the memory of a byte range, and with `cache` also its pages in the system's file cache.
         # Whole pages only, because the others also contain bytes outside of the range.
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE

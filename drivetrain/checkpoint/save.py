@@ -129,10 +129,7 @@ class Save:
         return [(share, token) for share in shares]
 
     def copy(self) -> None:
-        """Copy this process's tensors to CPU memory, so that training may change them before `run` writes them.
-
-        An error is raised later, by `run`.
-        """
+        # Copy the tensors, so that training may change them before `run` writes them.
         kind = self._state.kind
         pinned = kind.pins_memory and kind.name != "cpu"  # a device copies faster to page-locked memory
         copies: dict[MetadataIndex, Tensor] = {}
@@ -151,7 +148,7 @@ class Save:
         self._planner.state_dict = {}  # drop the references to the original tensors
 
     def run(self) -> None:
-        """Write this process's files, and publish the checkpoint when all have done so."""
+        # All processes must call it: the checkpoint is published when each has written its files.
         place, self._data = self._storage.place_for(self.directory, self._token)
         failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
@@ -249,7 +246,6 @@ def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]
 
 
 def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    """Return the checkpoint's index for JSON: dtype, shape and file positions of each tensor."""
     places_of: dict[tuple[str, torch.Size], Place] = {}
     for index, place in places.items():
         assert index.offset is not None
@@ -268,7 +264,7 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a temporary directory for files that hooks write, which a save then moves into its checkpoint.
+    """Create a temporary directory in which a Trainer's hooks write their own files for the next checkpoint.
 
     Call it on all processes.
 
@@ -349,10 +345,7 @@ class PendingSave:
             raise self._error
 
     def claim(self) -> None:
-        """Let only `PendingSave.wait` raise the error of this save, for a caller that handles it there.
-
-        `SaveQueue.check` and `SaveQueue.finish` then do not raise the error.
-        """
+        # The caller gets the error from `wait`: `SaveQueue.check` and `SaveQueue.finish` do not raise it then.
         self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
@@ -456,7 +449,7 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing, since tensors may be changed once a background save has returned. Deprecated."""
+        """Do nothing. Deprecated: tensors may be changed as soon as the call that saves them has returned."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
@@ -471,7 +464,7 @@ class SaveQueue:
 
     @property
     def has_lost(self) -> bool:
-        """True if the error of a failed background save has not been reported yet."""
+        """True if the latest background save has failed, and its error has not been raised or handled anywhere yet."""
         failed = self.failed
         return failed is not None and not failed._reported
 
@@ -532,15 +525,13 @@ def save_queue(state: PartialState) -> SaveQueue:
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one process as text, to be raised by all processes."""
-
     rank: int
     reason: str
     is_damage: bool = False
 
 
 class Peers:
-    """All processes of a run, connected for saving and loading checkpoints.
+    """Communication between all processes of a run while they save or load a checkpoint together.
 
     Construct it on all processes at the same time.
     """
@@ -562,7 +553,7 @@ class Peers:
         return items
 
     def scatter(self, items: list[Any] | None) -> Any:
-        """Send each process one item of rank 0's list, and return this process's item."""
+        # Rank 0 passes one item per process, and all other ranks pass None.
         if self._group is None:
             assert items is not None
             return items[0]
@@ -601,10 +592,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise the error of one process on all processes, as a `CheckpointError`.
-
-        All processes must call this method.
-        """
+        # All processes must call it, with the failure of the process that has failed.
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # such as a KeyboardInterrupt
         where = f"rank {failure.rank}: " if self.size > 1 else ""

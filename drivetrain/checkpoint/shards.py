@@ -261,7 +261,6 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """Index of the checkpoint's tensors, read on first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
@@ -272,7 +271,6 @@ class SafetensorsReader(StorageReader):
         return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the dtype, shape and stored parts of each tensor in the checkpoint."""
         return {
             key: one
             for key, one in self.read_metadata().state_dict_metadata.items()

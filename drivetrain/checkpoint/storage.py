@@ -149,12 +149,10 @@ class Storage(ABC):
 
     # writing
 
+    # Where to write a new checkpoint's files before it is published, and the name of their subfolder. The name is empty
+    # if publishing renames the whole directory.
     @abstractmethod
-    def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Return where to write a new checkpoint's files before it is published, and the name of their subfolder.
-
-        The name is empty if publishing renames the whole directory.
-        """
+    def place_for(self, directory: str, token: str) -> tuple[str, str]: ...
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None: ...
@@ -162,25 +160,21 @@ class Storage(ABC):
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest: ...
 
+    # Adds the manifest to the finished files in `place`, and replaces an older checkpoint at `directory`.
     @abstractmethod
-    def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Turn the finished files in `place` into the checkpoint `directory`, by adding the manifest.
-
-        An older checkpoint of this name is replaced.
-        """
+    def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None: ...
 
     @abstractmethod
     def discard(self, place: str) -> None:
         """Delete the directory of a failed save, as far as possible."""
 
+    # Deletes in an order in which, after a crash, the remains do not look like a checkpoint.
     @abstractmethod
-    def remove(self, directory: str) -> None:
-        """Remove a checkpoint in an order in which, after a crash, its remains do not look like a checkpoint."""
+    def remove(self, directory: str) -> None: ...
 
     # names
 
     def join(self, *parts: str) -> str:
-        """Join the parts of a path with slashes, leaving out empty parts."""
         return "/".join(part for part in parts if part)
 
     def parent(self, path: str) -> str:
@@ -516,7 +510,7 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Return what identifies a process on all machines: host, id and start time, to tell later if it runs."""
+    # Identifies a process on all machines, so that another process can tell later if it still runs.
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
@@ -557,10 +551,7 @@ def clean_stale(root: str) -> list[str]:
 
 
 def replaced_beside(directory: str) -> str | None:
-    """Return the older checkpoint that an interrupted save moved aside, or None.
-
-    It is None as well if there is a checkpoint at `directory`.
-    """
+    # An interrupted save may have moved the older checkpoint aside.
     parent, name = os.path.split(directory)
     if os.path.lexists(directory):
         return None
@@ -608,7 +599,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return True if the process of a writer's token is running, or None if unknown."""
+    # None means unknown, for example because the process ran on another machine.
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100

@@ -31,7 +31,7 @@ def read_pickled(
     data: BinaryIO | None = None,
     mapped: bool = False,
 ) -> Any:
-    """Read tensors and plain values from a file of `torch.save`, without running its code."""
+    # Only tensors, plain values and the classes in `allowed` are loaded, so no code in the file runs.
     # torch can map only files in its zip format into memory.
     mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
@@ -47,7 +47,7 @@ def read_pickled(
 
 
 def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
-    """Read any objects from a trusted file of `torch.save`, whose code may be run."""
+    # Runs code in the file, which must be trusted.
     try:
         return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
     except Exception as error:  # constructors of unpickled objects can raise anything
@@ -55,10 +55,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Raise an error if a file that `torch.save` has written does not match the checksums in it.
-
-    `torch.load` does not make this check.
-    """
+    # `torch.load` does not compare a file's parts with the checksums that `torch.save` has stored.
     name = os.fspath(path)
     try:
         with zipfile.ZipFile(name) as archive:
@@ -145,7 +142,6 @@ class TorchShards:
 
     @staticmethod
     def is_here(directory: str | os.PathLike[str]) -> bool:
-        """Return True if a directory contains a `torch.distributed.checkpoint` checkpoint."""
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
@@ -237,7 +233,6 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Convert dicts whose keys are list positions to lists, at all levels."""
     if not isinstance(nested, dict):
         return nested
     # Integers in a path are positions in a list.
@@ -254,8 +249,7 @@ BY_POSITION = "#"
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a copy of an optimizer's state in which parameters without names have keys such as `#0`."""
-
+    # Parameters without names get keys such as `#0`.
     def key(parameter: Any) -> str:
         return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
 
@@ -269,7 +263,7 @@ def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str,
 
 
 def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the parameter names in an optimizer's state by positions, as torch expects."""
+    # torch's optimizers expect positions in place of names.
     positions: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -283,7 +277,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's state with parameter names as keys in place of positions such as `#0`.
+    """Return an optimizer's saved state with parameter names in place of positions such as `#0`.
 
     Args:
         saved: The state, as this module or another checkpoint format provides it. It is not modified.
@@ -308,6 +302,6 @@ def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict
 
 
 def holds_positions(saved: Any) -> bool:
-    """Return True if an optimizer's state identifies parameters by position."""
+    """Return True if an optimizer's saved state identifies parameters by position, such as `#0`, instead of by name."""
     groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
     return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])

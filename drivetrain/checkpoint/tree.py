@@ -43,13 +43,12 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Split a nested structure into a form for JSON and a dict of its tensors."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Split a nested state into its tensors and a tree of plain values, which can be stored as JSON.
+    """Convert a run's nested state to a dict of its tensors and a tree of plain values that JSON can store.
 
     The result has the entries `tree` and `tensors`.
 
@@ -440,7 +439,6 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Compute a safetensors header, and the offset of each tensor's data."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -455,10 +453,10 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Return in which order to write tensors, as indices, so that each begins at a multiple of its item size.
+    """Order tensors so that each starts at a multiple of its item size in a file, and return their indices.
 
     Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
-    so on follow. Each tensor then starts at a multiple of its item size.
+    so on follow.
     """
     listed = list(entries)
     return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, CACHE_LINE))
@@ -515,7 +513,6 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """Return the length of a safetensors header in bytes."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
     # The limit keeps a damaged length from allocating a huge amount of memory.
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
