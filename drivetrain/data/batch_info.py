@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the factor for this batch's loss in a mean over processes, by its rows without padding.
+        """Return the weight of this batch's loss in a mean over all processes, so that each row counts equally.
 
         1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
         """
@@ -100,7 +100,6 @@ class ActiveLoaders:
 
     @property
     def innermost(self) -> PreparedLoader | None:
-        """Loader of the innermost running loop, or None outside of all loops."""
         return self._entries[-1][0] if self._entries else None
 
     @property
@@ -123,12 +122,11 @@ class ActiveLoaders:
             callback(loader)
 
     def encloses(self, outer: PreparedLoader, inner: PreparedLoader) -> bool:
-        """Return True if the script loops over `inner` within its loop over `outer`."""
         # The outer loader has not advanced since the loop over the inner one began.
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of the last rows of a tensor are padding, if a loader's current batch is its source.
+        """Return how many of the last rows of a tensor with `rows` rows are padding of a loader's current batch.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

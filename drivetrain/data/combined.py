@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return this loader, or one over equally long loaders, to divide its batches among `processes`.
+        """Return this loader, or a copy with loaders of equal length if processes could not divide them otherwise.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -126,7 +126,7 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over the combined batches, each of which contains one batch per loader.
+        """Return an iterator over the epoch's combined batches up to `limit`, each made of the loaders' batches.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -206,7 +206,6 @@ class CombinedLoader:
 
     @property
     def keeps_position(self) -> bool:
-        """True if the positions of all loaders can be saved, because each has the methods to save and load it."""
         return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in self.loaders)
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +222,6 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """What is known about the latest combined batch, such as its number of rows. None outside of a loop."""
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
@@ -258,7 +256,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return an iterator for each loader, or None for a loader that starts when its first batch is needed.
+        """Return the loaders' iterators for a new epoch. None starts a loader when its first batch is needed.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -274,7 +272,6 @@ class CombinedLoader:
                     iterator.close()
 
     def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return one batch of each loader, or None at the end of the iteration."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -325,11 +322,6 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over `loader`, one of the combined loaders, up to the limit of the iteration.
-
-        Args:
-            loader: The loader.
-        """
         if not isinstance(loader, PreparedLoader):
             return iter(loader)
         limit = self._limit
@@ -339,7 +331,7 @@ class CombinedLoader:
         return (loader.iterate_pending if self._pends else loader.iterate)(limit, self._together)
 
     def in_structure(self, batches: list[Any]) -> Any:
-        """Arrange one value per loader in the list, tuple or dict in which the loaders were given.
+        """Return `batches`, one per loader, in the list, tuple or dict structure in which the loaders were passed.
 
         Args:
             batches: A value for each loader, in order.

@@ -107,7 +107,6 @@ class DataLoaderConfiguration:
 
 
 def warn_of_workers(owner: str, value: Any) -> None:
-    """Warn that `num_workers="auto"` is deprecated."""
     if value != "auto":
         raise ConfigurationError(
             f"num_workers={value!r} is not allowed. Set the number in the loader: DataLoader(num_workers=...).",

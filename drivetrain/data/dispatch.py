@@ -106,8 +106,6 @@ class DispatchReader:
 
 
 class _Exchange:
-    """Transfer of batches from rank 0, which reads them, to the other ranks."""
-
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._form: bytes = b""
@@ -117,7 +115,6 @@ class _Exchange:
         self._device = torch.device("cpu") if on_host else PartialState().device
 
     def send(self, steps: Iterator[_Step]) -> Iterator[Pair]:
-        """Send each step's batches to the other ranks, and yield those of rank 0."""
         index = self._layout.shard.index
         step = self._next(steps)
         if step is None:

@@ -44,8 +44,6 @@ from drivetrain.runtime.seeds import (
 
 
 class Record(NamedTuple):
-    """Batch from a worker process, with its numbers of rows and padding rows."""
-
     batch: Any
     rows: int  # including padding
     padding: int  # its last rows
@@ -157,7 +155,7 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
 
 
 class StreamReader:
-    """Reader of an iterable dataset, of which each process keeps its own share."""
+    """Reader for an `IterableDataset`, which gives this process its own part of the dataset's samples."""
 
     def __init__(
         self, loader: DataLoader[Any], layout: Layout, seed: int | None, compared: bool = False, keep: int = 0
@@ -422,10 +420,7 @@ class _LoaderStates:
         return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
     def after(self, batches: int | None) -> dict[str, Any] | None:
-        """Return the state of the user's loader after `batches` batches, or None if unknown.
-
-        The argument None asks for the state at the end of the epoch.
-        """
+        # `batches=None` asks for the state at the end of the epoch. The result None means unknown.
         if self._loader is None:
             return None
         if batches is None or batches >= self._given:

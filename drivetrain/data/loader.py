@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over this process's batches of an epoch, up to `limit` batches.
+        """Return an iterator over this process's batches, up to `limit`; `together` requires equally many on all.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -144,7 +144,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the loader's state at its end. Deprecated: use `preserve_state`."""
+        """Return a context manager that restores the loader's position at its end. Deprecated: use `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
@@ -249,7 +249,6 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """True if the loader reads an `IterableDataset`, so that its epoch ends with the stream."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
@@ -346,7 +345,7 @@ class PreparedLoader(DataLoader[Any]):
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Skip this process's first batches of an epoch in the next iteration, as for a resumed run.
+        """Make the next iteration start after this process's first `num_batches` batches, as in a resumed run.
 
         Skipped samples of a map-style dataset are not read.
 
@@ -392,7 +391,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the loader's position after the batch that `reached` describes, to save it in a checkpoint.
+        """Return the position after a batch, described by its `BatchInfo`, as a dict to save in a checkpoint.
 
         Batches that were only read ahead do not count.
 

@@ -111,7 +111,7 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
 
 
 def _is_as_in_torch(dataset: Any, kind: type) -> bool:
-    """Return True if a dataset is of exactly this torch class, with torch's own methods."""
+    # False also if torch's own methods for reading samples have been replaced.
     return type(dataset) is kind and "__getitems__" not in vars(dataset) and kind.__getitem__ is _OWN_READING[kind]
 
 
@@ -133,8 +133,6 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """Batch sampler that gives a DataLoader the batches of many epochs."""
-
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
 
@@ -143,7 +141,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Reader of a map-style dataset, which shards the user's sampler."""
+    """Reader for a map-style dataset, which gives this process its part of the batches of the user's sampler."""
 
     def __init__(
         self,
@@ -381,7 +379,7 @@ def _started(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Raise an error unless all processes have the same first batch of indices."""
+    # All processes must call it, because they compare their first batches of indices.
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])

@@ -41,7 +41,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class KeyedPermutation:
-    """Pseudo-random permutation of `range(length)`, computed at each position.
+    """Pseudo-random permutation of `range(length)` that can compute any element without those before it.
 
     A Feistel network of 8 rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
     functions", SIAM J. Comput. 17(2), 1988) permutes the smallest domain with an even number of bits that holds
@@ -157,7 +157,7 @@ class PermutationSampler(Sampler[int]):
         yield from self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Yield the indices of an epoch from a position on, as when resuming, without computing earlier ones.
+        """Yield the indices of an epoch's samples from `position` on, so that a resumed run starts there at once.
 
         Args:
             position: Number of samples to skip, from 0 to the length.
@@ -243,7 +243,7 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Position in an epoch at which reading starts or resumes.
+    """How far an epoch has been read: numbers of batches and samples, and the random state at its start.
 
     Attributes:
         batches: Number of the user's batches before the position.
@@ -280,7 +280,6 @@ class IndexOrder:
 
     @property
     def source(self) -> Any:
-        """The batch sampler of the loader, or its sampler if it has none."""
         return self.batch_sampler if self.batched else self.sampler
 
     @property

@@ -36,7 +36,6 @@ class SideStreamPlacement:
         return self.receive(self.send(batch))
 
     def send(self, batch: Any) -> Any:
-        """Start copying a batch to the device on the side stream."""
         # Created late, so that preparing a loader does not initialise the device.
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
@@ -69,7 +68,6 @@ def overlapped(
 
 
 def sends_ahead(place: Place | None) -> bool:
-    """Return True if `place` copies the next batch while the current one is processed."""
     return isinstance(place, SideStreamPlacement) and place.sends_ahead
 
 
@@ -134,13 +132,11 @@ class PendingBatch:
         self._following = following
 
     def send(self) -> None:
-        """Start copying the batch to the device."""
         if self._state == _ON_HOST:
             self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
             self._state = _SENT
 
     def release(self) -> None:
-        """Free the batch after it has been processed."""
         if self._batch is not None:
             # Not None, which stands for a missing batch (see `is_missing`).
             self._batch = ...

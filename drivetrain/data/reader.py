@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Result of `Reader.open`: the batches of this process and a closing function.
+    """Iteration that a reader of a dataset has begun: this process's batches, and a function to call at the end.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.

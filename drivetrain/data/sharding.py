@@ -32,7 +32,7 @@ _END: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows of one batch that a process works on in a step, and the number of padding rows after them.
+    """Rows of a batch that one process gets in a step, and the number of padding rows that complete them.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -50,7 +50,7 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Rules for dividing batches among processes.
+    """How to divide batches among processes: this process's part, the batch size, and the end of an epoch.
 
     Attributes:
         shard: Part of the data that this process reads.
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """First samples of an epoch, which are repeated at its end to fill up incomplete batches.
+    """First samples of an epoch, kept so that their repetition can complete the epoch's last batches.
 
     Attributes:
         samples: The samples.
@@ -107,7 +107,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Choose the rows of a step's batches that one process takes, or return None if it takes none."""
+    """Return the rows that a process takes in one step from batches of these `sizes`, or None if it takes none."""
     if not all(sizes):
         raise DataError(
             "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
@@ -276,7 +276,7 @@ def share_of_batches(
 
 
 class BatchMismatch(Exception):
-    """Error for batches that cannot be joined row by row, for example because keys differ."""
+    """Error while several batches are joined to one larger batch, for example because their keys differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
@@ -348,7 +348,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def pad_short_batches(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Pad short batches to full size by repeating rows, for devices that compile per batch size."""
+    """Yield batches with their infos, and repeat rows of short ones, so that a device compiles for one size."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -387,7 +387,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield this process's batches, and raise an error if other processes have fewer or more batches.
+    """Pass on this process's batches with their infos, and raise an error if another process has more or fewer.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -444,7 +444,7 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Raise an error if an iterable dataset gives processes different samples, since it then divides itself.
+    """Raise an error if an iterable dataset divides itself among processes, and so must not be divided again.
 
     An iterable dataset that shards itself would lose data if it were sharded again. All processes must call the
     function.
@@ -467,7 +467,7 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
 
 
 def check_same_dataset(dataset: Any) -> None:
-    """Raise an error if each process holds a different part of a map-style dataset.
+    """Raise an error if each process holds another part of a dataset, because drivetrain itself divides datasets.
 
     All processes must call the function.
 
