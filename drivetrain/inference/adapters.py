@@ -26,8 +26,6 @@ Bind = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 class _Part(NamedTuple):
-    """Slice of the flat buffer that holds one inner tensor of a quantized weight."""
-
     start: int
     dtype: torch.dtype
     shape: torch.Size
@@ -76,11 +74,6 @@ class FrozenLinear(nn.Module):
             self._pack(weight_parts(base) if quantizer is None else quantizer.parts(base))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the frozen layer to inputs of shape `(..., in_features)`.
-
-        Args:
-            x: Input of shape `(..., in_features)`.
-        """
         if x.device != self._base_device:
             self.base.to(x.device)
             self._base_device = x.device
@@ -163,7 +156,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """LoRA adapters in peft's own implementation, to be added to a model."""
+    """LoRA adapters of the peft package, which `QLoRA(backend="peft")` adds to a model's linear layers."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -198,10 +191,7 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Add peft's LoRA adapters to the named frozen layers of a model.
-
-        The training modes of modules stay as they are.
-        """
+        # The training modes of modules stay as they are.
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes
@@ -287,7 +277,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return what the trained low-rank matrices add to the frozen weight: `scaling * B @ A`.
+        """Return the change of the layer's frozen weight by its trained LoRA matrices, which is `scaling * B @ A`.
 
         Returns a scalar 0 if the rank is 0.
         """
@@ -372,7 +362,7 @@ class QLoRA:
         device_map: Any = None,
         **options: Any,
     ) -> nn.Module:
-        """Quantize and freeze a model in place, and add trainable LoRA adapters to it.
+        """Load `weights` if given, quantize and freeze the model in place, and add trainable LoRA adapters.
 
         All processes must call this method with the same arguments and the same random seed.
 
@@ -433,7 +423,6 @@ class QLoRA:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return a SHA-256 digest of all parameters, to recognize a base model."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         for part in _plain(parameter.detach()):

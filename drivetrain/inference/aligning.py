@@ -328,7 +328,7 @@ def _load_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if a hook offloads the module's own weights between forwards.
+    """Return True if a module's own weights are offloaded, so that a hook loads them only while the module runs.
 
     Args:
         module: The module. Submodules are not checked.
@@ -439,7 +439,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add hooks that run each submodule on one device, with or without offloading.
+    """Add hooks to a module and its submodules, which move inputs and offloaded weights to a device for the forward.
 
     Args:
         module: The module.
@@ -561,7 +561,7 @@ _ON_CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Hook that moves a model from the CPU to a device at its forward, to stay there.
+    """Hook that keeps a model on the CPU until its forward is called, then moves the model to a device to stay.
 
     Args:
         execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.
@@ -610,14 +610,11 @@ class UserCpuOffloadHook:
         self.model, self.hook = model, hook
 
     def offload(self) -> None:
-        """Move the model to the CPU until its next forward."""
+        """Move the model back to the CPU, until its next call moves the model to the device again."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Stop the offloading by removing the hook from the model.
-
-        The model stays on its present device.
-        """
+        """Remove the hook that moves the model between the CPU and a device. The model stays where it is now."""
         remove_hook_from_module(self.model)
 
 

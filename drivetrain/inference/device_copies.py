@@ -107,8 +107,6 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """Device copies of a group of offloaded weights, with the event of their transfer."""
-
     tensors: list[Tensor]
     ready: Any | None  # event after the last copy, or None for synchronous copies
     was: list[int] = field(default_factory=list)  # version counter of each copy right after it was made
@@ -280,7 +278,7 @@ class _Ring:
 
 
 class MappedPages:
-    """Helper that tells the operating system which parts of a model's weight files to read or to drop next."""
+    """Advice to the operating system about memory-mapped weight files: which parts to read ahead or to drop."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache

@@ -36,7 +36,7 @@ STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """Dict from devices to the bytes that each may hold, as `get_balanced_memory` returns it.
+    """Memory limits by device from `get_balanced_memory`, as a dict class that `infer_auto_device_map` recognizes.
 
     With this dict, `infer_auto_device_map` reserves no extra memory.
     """
@@ -93,7 +93,6 @@ def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """Convert a device to the form in device maps, such as `0`, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
         raise ConfigurationError(f"{given!r} is not a device. Use a number, a name, or a torch.device.")
     if isinstance(given, int):
@@ -128,10 +127,7 @@ def device_exists(device: Device) -> bool:
 
 
 def budgets_of(max_memory: Mapping[Device, int]) -> list[Budget]:
-    """Convert memory limits by device to the solver's `Budget` list.
-
-    A disk without a limit is unlimited.
-    """
+    # A disk without a limit is unlimited.
     kinds: dict[Any, Any] = {"cpu": "host", "disk": "disk"}
     found = [Budget(device, limit, kinds.get(device, "accelerator")) for device, limit in max_memory.items()]
     found.sort(key=lambda budget: ("accelerator", "host", "disk").index(budget.kind))
@@ -212,7 +208,7 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks that can be copied to the main device ahead of the one that runs.
+        """Number of offloaded blocks that fit on the main device besides the running block, to be copied in advance.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """
@@ -229,13 +225,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Bytes that the model will take on each device: for weights, for copies and for activations."""
+        """Dict from device to the bytes that it needs for weights, offloaded weights' copies and activations."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
     @property
     def boundaries(self) -> int:
-        """How often the model's forward moves from one device to another with this device map."""
+        """Number of moves from one device to another during one forward of the model with this device map."""
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:

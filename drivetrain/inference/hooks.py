@@ -72,7 +72,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Receive the arguments of a call of the module's forward, and return those to use instead.
+        """Receive the arguments of a module's forward before it runs, and return the arguments to use instead.
 
         Args:
             module: The module.
@@ -85,9 +85,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after the module's forward, unless that raised an error.
-
-        Returns the output, changed or not.
+        """Receive the output of a module's forward, and return the output that the caller of the module gets.
 
         Args:
             module: The module.
@@ -99,7 +97,7 @@ class ModelHook:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Clean up after an exception in the module's forward, since `post_forward` is not called then.
+        """Clean up if the module's forward has raised an exception, since `post_forward` is not called then.
 
         Args:
             module: The module.
@@ -119,22 +117,13 @@ class ModelHook:
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Return three flags: whether this hook acts before a forward, after it, and after an exception.
-
-        The first value may be a function that is registered with the module instead of `pre_forward`.
-        """
+        # Whether the hook acts before a forward, after it, and after an exception. The first value may also be a
+        # function that is registered with the module instead of `pre_forward`.
         before = overrides(self, "pre_forward")
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Record which modules have this hook, so that later changes of the hook reach them.
-
-        Later changes of the hook then reach the module.
-
-        Args:
-            module: The module.
-            attached: True if the hook was added.
-        """
+        # Later changes of the hook reach the modules that have it.
         links: list[_Link] = vars(self).setdefault("_links", [])
         # This also drops links to modules that no longer exist.
         links[:] = [link for link in links if link.module not in (None, module)]
@@ -182,7 +171,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """True if at least one hook in this sequence turns gradients off for the module's forward."""
+        """True if any hook in the sequence makes the module's forward run without gradients."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter

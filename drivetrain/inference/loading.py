@@ -202,10 +202,7 @@ def load_checkpoint_in_model(
 
 
 def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
-    """Load weights into the tensors of a model that are on the meta device.
-
-    Other tensors keep their values.
-    """
+    # Tensors that are not on the meta device keep their values.
     empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
     found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
     if empty and found:
@@ -254,8 +251,6 @@ class _Item:
 
 
 class _Loading:
-    """One load of a checkpoint: it finds the weight for each tensor of a model, and fills the tensors."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -299,10 +294,7 @@ class _Loading:
         return torch.float32 if keeps else self._dtype
 
     def compare(self, strict: bool, quiet: bool = False) -> None:
-        """Raise `CheckpointError` if a checkpoint does not fit the model.
-
-        Names are compared only if `strict` is True.
-        """
+        # Shapes and kinds of dtype are always compared, names only if `strict` is True.
         where, kind = self._weights.where, type(self._model).__name__
         wrong = []
         for item in self.items:

@@ -24,8 +24,6 @@ _ENDINGS = (
 
 
 class Adapter(NamedTuple):
-    """Names of the tensors of a LoRA adapter in a checkpoint."""
-
     first: str
     second: str
     scale: str
@@ -111,7 +109,6 @@ def merge_adapters(
 def _blocks(
     base: Weights, name: str, dtype: torch.dtype, trained: Weights, adapter: Adapter | None
 ) -> Iterator[Tensor]:
-    """Merge a LoRA adapter into a base weight, and yield the result in blocks of rows."""
     weight = base[name]
     if weight.dim() == 0:
         yield weight.to(dtype)

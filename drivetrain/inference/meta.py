@@ -60,7 +60,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
 
 
 class _OnDevice(ContextDecorator):
-    """Context manager and decorator that puts new parameters on a device.
+    """Context manager and decorator in which modules create their parameters on a given device.
 
     It can be nested and used in threads.
     """
@@ -262,7 +262,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers in a small dtype.
+    """Save memory by keeping weights of linear and convolution layers in a small dtype between forwards.
 
     They are cast for each forward. All other layers, such as embeddings and norms, do not change.
 

@@ -195,7 +195,7 @@ class Layer(nn.Module):
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
-    """Build modules on the meta device that have the tensors of safetensors files."""
+    # Reads only the headers of the files.
     root = Layer()
     for path in files:
         for name, entry in read_header(path).items():

@@ -180,10 +180,7 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file by replacing an existing one atomically.
-
-    An existing file may be memory-mapped, so it must not be overwritten.
-    """
+    # An existing file may be memory-mapped, so it is replaced and not overwritten.
     written = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +248,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return the memory-mapped file that holds the offloaded weight `key`, and the weight's name there.
+        """Return the memory-mapped file that contains the offloaded weight `key`, and the weight's name in the file.
 
         Args:
             key: Name of the weight.
@@ -293,7 +290,7 @@ class FolderWeights(Weights):
         return self._loader[name]
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Return a weight's memory-mapped file and its name in the file, or None."""
+        # None: the weight is not aligned in the file, so it must be copied.
         file, key = self._loader.place(name)
         return (file, key) if file.is_aligned(key) else None
 
@@ -349,10 +346,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write tensors to a safetensors file in an offload folder, and return the file mapped into memory.
-
-    `entries` describes the tensors, and `read` returns the tensor of a name.
-    """
+    # `entries` describes the tensors, and `read` returns the tensor of a name.
     # Tensors at aligned offsets can be memory-mapped.
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})
@@ -411,7 +405,6 @@ def times_changed(tensor: Tensor) -> int:
 
 
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
-    """Sort byte ranges of mapped files, and join those that touch or overlap."""
     joined: list[MappedRange] = []
     for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
         last = joined[-1] if joined else None

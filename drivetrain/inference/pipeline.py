@@ -34,7 +34,7 @@ Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
 
 class PipelineInference:
-    """Model split into stages for inference, one on each process.
+    """Model split into consecutive stages for inference, so that each process keeps and runs only its own stage.
 
     Every process must create the object from the same model and call it at the same times. The first process provides
     the inputs, and the last one gets the outputs.
@@ -130,7 +130,7 @@ class PipelineInference:
         return self._broadcast_output(output) if self._gathers and self._staged is not None else output
 
     def stream(self, requests: Iterable[Any] | None = None) -> Iterator[Any]:
-        """Run many requests with all pipeline stages in parallel, and yield the outputs.
+        """Run the model on each of many inputs, with all pipeline stages working in parallel, and yield the outputs.
 
         Call this on all processes, and iterate to the end on each.
 

@@ -120,7 +120,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module, or the children of a `ModuleList` or `ModuleDict`."""
+    # A `ModuleList` or `ModuleDict` is not called itself, but its children are.
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -136,7 +136,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Record of what `dispatch_model` changed in a model, used to undo it."""
+    """Record of the hooks and tensors that `dispatch_model` changed in a model, so that this can be undone."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream

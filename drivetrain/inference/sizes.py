@@ -191,7 +191,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 class Loading(NamedTuple):
-    """Options for loading a model that affect its size, such as the dtype of the weights.
+    """Options that determine how much memory a loaded model takes, such as the dtype of its weights.
 
     Attributes:
         dtype: Dtype of floating-point tensors if it is smaller than their own.
@@ -236,10 +236,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the names of the modules and tensors that a device map can place one by one.
-
-    The dict maps their names to their positions in the model.
-    """
+    """Return the modules and tensors that a device map can place separately, as a dict from name to position."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 
@@ -340,7 +337,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Return how many bytes of activations exist at most while each module in `units` runs in the model."""
+    """Run a model without real data, and return the peak bytes of activations of each module in `units`."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

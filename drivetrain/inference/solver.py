@@ -12,7 +12,7 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Backtracking search that packs blocks of a model into devices of limited size."""
+    """Backtracking search for a way to divide the blocks of a model among devices of limited memory."""
 
     def __init__(
         self,
@@ -79,9 +79,7 @@ _FEW = 12
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a model that must be on one device as a whole.
-
-    It is a module, or several modules that share weights.
+    """Smallest part of a model that a device map places as a whole: a module, or modules that share weights.
 
     Attributes:
         names: Names of the modules.
@@ -111,7 +109,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices that were chosen for the blocks of a model.
+    """Result of the search for a device map: the device of each block of the model.
 
     Attributes:
         places: Budget index of each block.
@@ -124,7 +122,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes that a model takes on one device with a device map, by purpose, and the limit of the device.
+    """Memory of one device that a device map uses, in bytes: weights, offloaded blocks, activations and the limit.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -145,7 +143,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of the blocks of a model, and memory limits of the devices among which to divide them."""
+    """Task of dividing a model among devices: sizes of the model's blocks, and memory limits of the devices."""
 
     blocks: Sequence[Block]  # in execution order
     budgets: Sequence[Budget]  # in the order accelerators, host, disk
@@ -207,7 +205,7 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Assign the blocks of a model to devices within their memory limits.
+    """Choose a device for each block of a model within the devices' memory limits, and return the choices.
 
     Returns None if no assignment is found. Blocks are offloaded to the CPU or disk only if the accelerators cannot hold
     all of them.

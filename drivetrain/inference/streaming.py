@@ -60,7 +60,7 @@ class _Mover(Protocol):
 
 
 class WeightStream:
-    """Transfer of a model's offloaded weights in groups, as its modules need them.
+    """Copying of a model's offloaded weights to its device, group by group, before the modules that need them run.
 
     On the CPU, weights are memory-mapped from their safetensors files and nothing is copied. On other devices, each
     group is copied while the previous one computes. Between forwards, all parameters are on the host and can be read
@@ -137,7 +137,6 @@ class WeightStream:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
     def _default_prefetch(self) -> int:
-        """Return how many groups of weights to copy ahead by default."""
         memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
         if memory is None:
             return 1
@@ -164,13 +163,7 @@ class WeightStream:
         ]
 
     def enter(self, number: int) -> None:
-        """Load the weights of an offloaded group to the device, before a module of the group runs.
-
-        Also starts to load the groups that follow.
-
-        Args:
-            number: Index of the group.
-        """
+        # Called before a module of the group runs. Also starts to load the groups that follow.
         if torch.is_grad_enabled():
             self._refuse_gradients(number)
         last, self._last = self._last, number
@@ -192,14 +185,7 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Record that a module of an offloaded group has run, and free its device memory after the last one.
-
-        After the group's last module, free its weights on the device.
-
-        Args:
-            number: Index of the group.
-            is_last: True if the module is the last one of the group.
-        """
+        # Called after a module of the group. The last one frees the group's weights on the device.
         if not self._open[number]:
             return  # `enter` raised before the group was opened
         self._open[number] -= 1
@@ -223,7 +209,7 @@ class WeightStream:
                 )
 
     def remove(self) -> None:
-        """Stop the offloading: remove all hooks and device copies.
+        """End the streaming of weights: remove all hooks from the model, and the weights' copies on the device.
 
         The weights stay in host memory or files.
         """

@@ -247,10 +247,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
 def _copy_to_device(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
-    """Copy a tensor to a device, with its class and attributes.
-
-    The copy has the given `value`, unless this is None.
-    """
+    # The copy has the class and attributes of `old`, and its value unless `value` is given.
     kind: Any = type(old)
     if _moves_itself(old) and device.type != "meta":
         # Parameter classes of other packages that quantize their value when they are moved.

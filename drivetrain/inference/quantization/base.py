@@ -30,14 +30,14 @@ class Quantizer(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise an error if the quantizer's package is missing or cannot run here.
+        """Raise an error if the package that this quantizer needs is missing or does not work on this machine.
 
         Raises:
             ConfigurationError: It is not. The message names the package to install.
         """
 
     def takes(self, module: nn.Module) -> bool:
-        """Return True if the quantizer can quantize a module.
+        """Return True if this quantizer can replace `module` by a quantized layer.
 
         By default, only exact `nn.Linear` modules.
 
@@ -48,7 +48,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Return a quantized layer with the given weight, to replace a linear layer.
+        """Return a new layer with `weight` in quantized form and the bias of `layer`, to replace `layer` in a model.
 
         Args:
             layer: The layer. Its bias is used unchanged.
@@ -59,7 +59,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def made(self, module: nn.Module) -> bool:
-        """Return True if a module is a quantized layer of the kind that this quantizer creates.
+        """Return True if `module` is a quantized layer, as `quantize` of this class creates them.
 
         Args:
             module: The module.
@@ -80,7 +80,7 @@ class Quantizer(ABC):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Rebuild a quantized layer from the tensors and strings that `saved` has returned for a file.
+        """Create a quantized layer from the tensors and strings that `saved` returned when the layer was saved.
 
         Args:
             layer: The layer to replace.
@@ -90,7 +90,7 @@ class Quantizer(ABC):
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Return True if a checkpoint stores a layer in this quantizer's form, judging by its tensors' names.
+        """Return True if the names of a layer's saved tensors show that this kind of quantizer has quantized the layer.
 
         Args:
             names: Names of a layer's tensors in the file, without the bias.
@@ -98,14 +98,14 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Let gradients pass through a quantized layer again, after a library has packed it for fast inference.
+        """Make a quantized layer pass gradients again, if its library has packed the weight for fast inference.
 
         Args:
             layer: The layer.
         """
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the inner tensors of a quantized weight, such as values and scales.
+        """Return the tensors that make up a layer's quantized weight, such as its values and scales, by name.
 
         Args:
             layer: The layer.
@@ -116,7 +116,7 @@ class Quantizer(ABC):
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Replace the inner tensors of a layer's quantized weight, such as values and scales, by `parts`.
+        """Replace the tensors that make up a layer's quantized weight, such as its values and scales, by `parts`.
 
         Args:
             layer: The layer.

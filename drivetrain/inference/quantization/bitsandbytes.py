@@ -243,7 +243,7 @@ class BnbQuantizationConfig:
         self.quantizer()  # raises for an unknown quant_type
 
     def quantizer(self) -> BitsAndBytes:
-        """Create the `BitsAndBytes` quantizer that has these options."""
+        """Create a `BitsAndBytes` quantizer with the options of this configuration."""
         if self.load_in_8bit:
             return BitsAndBytes(8, threshold=self.llm_int8_threshold)
         return BitsAndBytes(
