@@ -171,7 +171,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """Return how many processes saved a checkpoint, and a function that reads the state which a given rank saved.
+    """Return how many processes saved a checkpoint, and a function that reads the state that a given rank saved.
 
     Args:
         path: The checkpoint's directory, file or URL.

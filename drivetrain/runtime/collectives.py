@@ -75,7 +75,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_rows(data: Any, keep: int) -> Any:
-    """Concatenate the first `keep` rows of the tensors of all processes."""
+    # `keep` counts this process's rows, and may differ between processes.
     state = PartialState()
     rows: list[int] = []
 

@@ -184,7 +184,7 @@ class DeviceKind:
         return int(module.memory_allocated(device)), int(most), int(held)
 
     def reset_peak_memory(self, device: torch.device) -> None:
-        """Reset the peak memory statistics of a device, if torch counts them for this device type.
+        """Reset the statistics of a device's peak memory use, if torch keeps them for devices of this type.
 
         Args:
             device: The device.
@@ -318,7 +318,7 @@ class DeviceKind:
 
 
 class CPU(DeviceKind):
-    """CPU as a device kind."""
+    """Implementation of `DeviceKind` for the CPU."""
 
     def __init__(self) -> None:
         super().__init__("cpu", backend="gloo")
@@ -375,7 +375,7 @@ class CUDA(DeviceKind):
 
 
 class MPS(DeviceKind):
-    """Apple GPU as a device kind."""
+    """Implementation of `DeviceKind` for the GPU of an Apple computer (`mps`)."""
 
     def __init__(self) -> None:
         super().__init__("mps", backend="gloo")
@@ -406,7 +406,7 @@ class MPS(DeviceKind):
 
 
 class XLADevice(DeviceKind):
-    """XLA devices, such as TPUs, as a device kind.
+    """Implementation of `DeviceKind` for XLA devices, such as TPUs.
 
     Selecting an XLA device does not start the runtime. The strategy starts it, because the choice between one device
     and all of them (SPMD) is final.
@@ -442,11 +442,7 @@ class XLADevice(DeviceKind):
         return xla.is_started()
 
     def start(self, spmd: bool) -> None:
-        """Start the XLA runtime, and apply the seed of an earlier `set_seed`.
-
-        Args:
-            spmd: Use all devices as one (SPMD) instead of one device.
-        """
+        # `spmd` uses all devices as one. A seed that was set earlier is applied once the runtime has started.
         xla.start(spmd)
         if self._seed is not None:
             xla.seed(self._seed)
@@ -606,7 +602,6 @@ def cpu_is_requested() -> bool:
 
 @functools.cache
 def _load_packages() -> None:
-    """Import the installed packages that add device types to torch."""
     for kind in list(dict.fromkeys(_KINDS.values())):
         try:
             kind.load()

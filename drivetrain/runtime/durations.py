@@ -166,7 +166,7 @@ class Duration:
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Apply this fraction to the length of a run: 10 % of 50 epochs is 5 epochs.
+        """Return this duration, which is a fraction such as 10 %, as a part of `whole`: of 50 epochs, 5 epochs.
 
         Args:
             whole: Length of the run.
@@ -176,7 +176,7 @@ class Duration:
 
 
 def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
-    """Parse a time such as `"10 min"` to a timedelta."""
+    # `otherwise` is the end of the error message.
     duration = Duration.of(value, name)
     if duration is None:
         return None

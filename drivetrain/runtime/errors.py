@@ -305,7 +305,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class of objects of which pickle stores only the constructor's arguments, to build them anew."""
+    """Base class whose pickled objects hold only the constructor's arguments, and are constructed again on loading."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -353,7 +353,6 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
 def warn_ignored(
     function: str, name: str, value: object, hint: str, *, since: str, removed_in: str, stacklevel: int = 4
 ) -> None:
-    """Warn that a deprecated argument has no effect, if it was passed."""
     if value is not None:
         _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel)
 

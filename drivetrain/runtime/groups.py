@@ -21,7 +21,7 @@ def gather_with_gradients(tensor: Tensor) -> Tensor:
 
 
 class TorchGroup:
-    """Base class with the functions of `torch.distributed` bound to a process group."""
+    """Base class that offers functions of `torch.distributed` as methods, for one process group."""
 
     group: Any
 

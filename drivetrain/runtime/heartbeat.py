@@ -71,7 +71,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress of one rank, as the launcher reads it from the file that the rank keeps up to date.
+    """Progress of one rank, which the launcher reads from a file to find processes that hang.
 
     Attributes:
         beats: Number of units of progress so far.
@@ -85,7 +85,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Let the launcher see this process's progress in a file, and get its stack by sending a signal."""
+    """Start to report this process's progress to the launcher through a file, and its stack after a signal."""
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return

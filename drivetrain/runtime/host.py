@@ -102,7 +102,7 @@ def cpu_times() -> tuple[float, float]:
 
 
 def cores_of_process(processes_here: int = 1) -> int:
-    """Return the number of CPU cores that each of several processes can use."""
+    """Return the number of CPU cores per process if `processes_here` processes share this machine."""
     # The affinity mask counts only the cores that a scheduler has granted.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes_here)

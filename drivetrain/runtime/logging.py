@@ -65,7 +65,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 def report(text: str, level: int = logging.INFO, show: Callable[[str], object] = print_text, **fields: object) -> None:
-    """Log a line about the run, or print it if logging is not configured.
+    """Log a line of text about the run at a level, or print the text with `show` if logging is not configured.
 
     Args:
         text: The line.
@@ -87,10 +87,10 @@ def is_configured() -> bool:
 
 
 class Collector(logging.Handler):
-    """Base class of log handlers that collect records and display nothing."""
+    """Base class of log handlers that keep what drivetrain logs and prints, without displaying anything."""
 
     def add_line(self, text: str) -> None:
-        """Receive a line of text that drivetrain has printed rather than logged, such as a table.
+        """Receive each text that drivetrain prints instead of logging, such as a table.
 
         Args:
             text: The line, which may contain line breaks.
@@ -242,7 +242,7 @@ def _parse_level(level: str | int, source: str) -> int:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and world size, or (0, 1) if they are invalid."""
+    # (0, 1) if the environment variables of the process are invalid.
     state = PartialState.existing()
     try:
         environment = state.environment if state is not None else ProcessEnvironment.detect()

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Result of a call by all processes: whether all had enough memory, and the call's return value here.
+    """Outcome of a function call on all processes: whether memory sufficed everywhere, and this process's result.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -248,7 +248,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Buffer that copies the results of many batches to the CPU, and waits for the device once per block.
+    """Buffer that copies the results of batches to the CPU in blocks, to wait for the device only once per block.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.

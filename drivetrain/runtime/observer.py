@@ -17,10 +17,7 @@ class Observer:
     """True to leave models that are built on the meta device there, without values, when they are prepared."""
 
     def command_line(self, arguments: Sequence[str] | None) -> Sequence[str] | None:
-        """Replace the command-line arguments of a script that uses `TrainerCLI`.
-
-        None stands for the arguments of this process.
-        """
+        # None stands for the arguments of this process.
         return arguments
 
     def strategy(self) -> Any:

@@ -79,7 +79,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to every tensor of a nested structure, or to the leaves chosen by `test_type`.
+    """Return a nested structure in which `func` has replaced each tensor, or each leaf that `test_type` selects.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.

@@ -89,14 +89,13 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """Return a function that maps the indices of samples to seeds, for one epoch."""
     # Mixed once per epoch, so that only the index is mixed for each sample.
     base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
     return lambda index: _splitmix64((base + index) & _MASK)
 
 
 def _splitmix64(value: int) -> int:
-    """Mix the bits of a 64-bit integer as the SplitMix64 generator does."""
+    # One step of the SplitMix64 generator.
     mixed = (value + _GOLDEN_GAMMA) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -114,7 +113,7 @@ def seed_all_generators(seed: int) -> None:
 
 
 class GlobalGenerator(NamedTuple):
-    """Functions of one global random generator, such as NumPy's."""
+    """Functions to seed, draw from, save and restore one global random generator, such as NumPy's."""
 
     seed: Callable[[int], object]  # from 64 bits, or from 32 of them
     draw: Callable[[], object]  # at least 53 random bits
@@ -158,7 +157,7 @@ _own_generators: dict[str, torch.Generator] = {}
 
 
 def own_generator(name: str) -> torch.Generator:
-    """Create a torch generator that leaves the global generators unchanged.
+    """Create a torch generator for the purpose `name`, without drawing from the global random generators.
 
     It is seeded from the state of torch's global generator, which does not change. Its state is part of this process's
     `RandomState` until another generator of that name is created.
@@ -265,7 +264,7 @@ class RandomState:
 
 
 class KeptGenerators:
-    """Snapshot of the global CPU generators, to detect and undo their use.
+    """Snapshot of the global CPU random generators, to find out which of them are used and to restore them.
 
     Used as a context manager, it restores the generators after the body. It can be entered repeatedly.
     """
@@ -277,7 +276,6 @@ class KeptGenerators:
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of the generators that have been used since the snapshot."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -475,7 +473,7 @@ class EpochStart:
 
 
 class SeparateDraws:
-    """Private random state from which the sample order of an epoch is drawn.
+    """Random state from which only the sample order of an epoch is drawn, apart from the global generators.
 
     If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
     next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which
@@ -539,7 +537,7 @@ class SeparateDraws:
 
 
 def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Return whether two random states are equal for Python, NumPy and torch."""
+    # One result each for Python, NumPy and torch.
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 

@@ -159,7 +159,7 @@ class PartialState:
         self.environment, self.kind, self.device = environment, kind, chosen
 
     def move_to(self, kind: DeviceKind, device: torch.device) -> None:
-        """Switch this process to another device. It must not belong to a process group.
+        """Switch a process that belongs to no process group to another device, for example for a second Trainer.
 
         Each Trainer and Accelerator of a process may have a device of its own. A Trainer selects it when it runs.
 
@@ -566,10 +566,7 @@ def forget_process() -> None:
 
 
 def leave_run() -> None:
-    """Leave the process group in a forked process.
-
-    Other processes may still be waiting for it.
-    """
+    # For forked processes. Others may still be waiting for this one.
     if "store" in PartialState.registry():
         PartialState()._leave()
 

@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Return the texts `own` of all processes, which call this with one `name`, or None if some do not."""
+    """Exchange one text per process through the store, and return all texts, or None if a process is missing."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -71,7 +71,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """One call of a function by all processes, each of which learns if the call has failed on another."""
+    """Function call on all processes, after which each process knows whether the call has failed on another one."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()

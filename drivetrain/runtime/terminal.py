@@ -55,7 +55,7 @@ def _is_credential(name: str) -> bool:
 
 
 def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a text to a stream, ignoring errors such as a closed pipe.
+    """Write text to a stream such as stdout, and ignore errors such as a closed pipe.
 
     The text is lost if the pipe or terminal is closed, the disk is full or there is no stdout. Characters that the
     stream's encoding lacks are escaped.
@@ -81,7 +81,7 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
-    """Print like the built-in `print`, but ignore write errors."""
+    """Print like the built-in `print`, but without an error if, for example, the pipe is closed."""
     print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 

@@ -109,7 +109,7 @@ class Timing:
 
     @property
     def inferred(self) -> float:
-        """Fraction of the run's time whose division into parts is only estimated, from steps that were timed."""
+        """Fraction of the run's time in steps that were not timed, whose parts are estimated from the timed steps."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
@@ -138,7 +138,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Return a context manager that measures how much time a training run spends in each of its parts.
+        """Return a context manager for a training run, which measures the seconds spent in each part, such as backward.
 
         Earlier measurements are discarded.
 
@@ -217,14 +217,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Choose at random whether to time the next training steps, and return when to call this method again.
-
-        Args:
-            batches: Number of batches that the run has trained on.
-
-        Returns:
-            The number of batches at which to call this again.
-        """
+        # Returns the number of batches at which to call this again.
         self.enter(IDLE)
         if not self._marks:
             # The pause before the chosen batch is over.
@@ -247,14 +240,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start to count the batches of a run, and return at which number to call `turn` for the first time.
-
-        Args:
-            batches: Number of batches that the run has trained on before, for example before it was resumed.
-
-        Returns:
-            The number of batches at which to call `turn`.
-        """
+        # `batches` counts those before the run was resumed too. Returns the number at which to call `turn` first.
         self._batches_before = batches
         return batches + _FIRST
 
@@ -283,11 +269,7 @@ class Timing:
         return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
-        """Measure how long the backward pass of a loss waits for other processes at its end.
-
-        Args:
-            loss: The tensor on which `backward` is called.
-        """
+        # After the gradients are computed, the rest of the backward counts as waiting for other processes.
         if loss.requires_grad:
             loss.register_hook(self._await_end)  # type: ignore[no-untyped-call]
 

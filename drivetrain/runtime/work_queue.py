@@ -74,7 +74,7 @@ class WorkQueue:
         self._signs: threading.Thread | None = None
 
     def wait_for_all(self) -> None:
-        """Wait until all processes have created the queue, so that none ends before others have joined.
+        """Wait until every process has created its work queue, so that no process ends before the others have begun.
 
         Raises:
             CollectiveError: If a process does not create one within the store's timeout.
@@ -111,7 +111,7 @@ class WorkQueue:
         return _item(self._inputs, taken[0])
 
     def done(self, result: Any) -> None:
-        """Store the result of the item that this process took last, so that `results` returns it everywhere.
+        """Store the result of the queue item that this process has taken last, for `results` on all processes.
 
         Args:
             result: A picklable object. Its tensors are moved to the CPU.
@@ -145,7 +145,7 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results of all items of the queue, in the order in which the items were given.
+        """Return the results that any process stored with `done`, in the order of the items, after the loop has ended.
 
         Call this after the loop over the queue has ended.
 
