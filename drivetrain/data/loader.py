@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over this process's batches, up to `limit`; `together` requires equally many on all.
+        """Return an iterator over up to `limit` of this process's batches. `together`: equally many on all processes.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration

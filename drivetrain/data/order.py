@@ -243,7 +243,7 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """How far an epoch has been read: numbers of batches and samples, and the random state at its start.
+    """How far an epoch has been read: numbers of batches and samples, and the random state at the epoch's start.
 
     Attributes:
         batches: Number of the user's batches before the position.

@@ -348,7 +348,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def pad_short_batches(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Yield batches with their infos, and repeat rows of short ones, so that a device compiles for one size."""
+    """Yield batches with their infos, repeating rows of short batches, so that a device compiles for one size only."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:

@@ -166,7 +166,7 @@ class Duration:
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Return this duration, which is a fraction such as 10 %, as a part of `whole`: of 50 epochs, 5 epochs.
+        """Return the part of `whole` for which this fraction stands, such as 5 epochs for 10 % of 50 epochs.
 
         Args:
             whole: Length of the run.

@@ -305,7 +305,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class whose pickled objects hold only the constructor's arguments, and are constructed again on loading."""
+    """Base class of objects that pickle saves as their constructor's arguments, and constructs again on loading."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

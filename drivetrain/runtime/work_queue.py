@@ -145,7 +145,7 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results that any process stored with `done`, in the order of the items, after the loop has ended.
+        """Return the results that the processes have stored with `done` for all items, in the order of the items.
 
         Call this after the loop over the queue has ended.
 

@@ -59,7 +59,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def made(self, module: nn.Module) -> bool:
-        """Return True if `module` is a quantized layer, as `quantize` of this class creates them.
+        """Return True if `module` is a quantized layer of the kind that `quantize` of this class returns.
 
         Args:
             module: The module.
