@@ -456,7 +456,7 @@ ROOMS = {
     "launch": (15, 4228),
     "planning": (13, 2602),
     "runtime": (25, 3701),
-    "strategies": (57, 11115),
+    "strategies": (57, 11123),
     "trackers": (18, 2960),
     "trainer": (46, 9732),
     "verification": (10, 1754),
