@@ -77,7 +77,7 @@ def _read_sample(path: str) -> Any:
             "a tuple of the model's arguments or a dict of its keywords."
         ) from error
     if not any(each.dim() for each in tensors_of(found)):
-        raise ConfigurationError(f"--sample-inputs {path!r} has no tensors with rows. Pass a batch of the model.")
+        raise ConfigurationError(f"--sample-inputs {path!r} contains no tensor with a batch dimension. Save a batch.")
     return found
 
 

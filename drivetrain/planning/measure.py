@@ -43,15 +43,9 @@ def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) ->
     kind = detect_device_kind()
     if kind.name == "cpu" and not cluster.device.name.startswith("this"):
         raise ConfigurationError(
-            f"--measure trains on this machine, which has no {cluster.device.name}. Use --hardware this, or run it on "
-            "a machine with such a device."
-        )
-    candidate = Candidate("single", 1, precision, batch)
-    predicted = estimate(workload, candidate, replace(cluster, devices=1, machines=1))
-    if predicted.peak > cluster.device.memory:
-        raise ConfigurationError(
-            f"--measure trains in one process, where {candidate.label} needs {as_bytes(predicted.peak)} of "
-            f"{as_bytes(cluster.device.memory)}. Use a smaller --batch, or a smaller model."
+            f"--measure trains the model in one process of this machine, where {candidate.label} needs "
+            f"{as_bytes(predicted.peak)} of {as_bytes(cluster.device.memory)}. Use a smaller --batch, or a smaller "
+            "model."
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)

@@ -267,8 +267,8 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
                 handed_over[place] = leaf
         if any(tensor is None for tensor in handed_over):
             raise ConfigurationError(
-                f"{name} did not call all modules that it called for other inputs of the same shapes. Its forward "
-                "must call the same modules for all of them.",
+                f"The forward of {name} skipped a module that it called in an earlier batch. A model with pipeline "
+                "stages must call the same modules for every batch.",
             )
         given = zip(handed_over, cut.tensors, strict=True)
         raise _Reached(tuple(_as_expected(name, tensor, shape) for tensor, shape in given if tensor is not None))

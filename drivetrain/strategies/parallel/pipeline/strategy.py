@@ -126,7 +126,10 @@ class TrainingWindow:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         # The pipeline schedule computes the gradients later.
         if kwargs:
-            raise ConfigurationError(f"The backward of a pipeline does not accept {', '.join(kwargs)}.")
+            raise ConfigurationError(
+                f"With pipeline stages, backward(loss) accepts no {', '.join(kwargs)}, because the pipeline's schedule "
+                "runs the backward passes later. Leave the arguments out."
+            )
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"backward needs a scalar loss that requires gradients, got {loss}")
         self._loss = loss
