@@ -43,6 +43,13 @@ def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) ->
     kind = detect_device_kind()
     if kind.name == "cpu" and not cluster.device.name.startswith("this"):
         raise ConfigurationError(
+            f"--measure trains on this machine, which has no {cluster.device.name}. Use --hardware this, or run it on "
+            "a machine with such a device."
+        )
+    candidate = Candidate("single", 1, precision, batch)
+    predicted = estimate(workload, candidate, replace(cluster, devices=1, machines=1))
+    if predicted.peak > cluster.device.memory:
+        raise ConfigurationError(
             f"--measure trains the model in one process of this machine, where {candidate.label} needs "
             f"{as_bytes(predicted.peak)} of {as_bytes(cluster.device.memory)}. Use a smaller --batch, or a smaller "
             "model."
