@@ -153,7 +153,7 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Return the `Topology` of a run in which every process loads its own part of the data."""
+        # Every process loads a different part of the data.
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
@@ -185,12 +185,12 @@ class Topology:
 
     @property
     def counts_rows(self) -> bool:
-        """True if gathers keep this process's samples. Of processes that load equal samples, only one's are kept."""
+        # If several processes load the same samples, gathers keep those of one of them.
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if metrics include this process's logged values. Of processes with equal values, one is included."""
+        # If several processes compute the same values, metrics include those of one of them.
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
@@ -313,7 +313,7 @@ class Gradients:
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return True if the strategy keeps gradients of a model outside `.grad`, as FSDP and DeepSpeed do."""
+        """Return True if some gradients of a model are currently stored elsewhere than in `.grad`."""
         return False
 
     def discard(self, model: nn.Module) -> None:
@@ -326,7 +326,9 @@ class Gradients:
         """
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Wait until the optimizers' gradients are reduced over all processes. A collective call.
+        """Complete the averaging of gradients over all processes, before the optimizers step.
+
+        All processes must call this method.
 
         Args:
             optimizers: The optimizers that `prepare` returned, without a wrapper.
@@ -339,7 +341,7 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply gradients by `factor` in place. If `bound` is given, clamp them to `[-bound, bound]` instead.
+        """Multiply gradients by `factor` or, if `bound` is given, clamp their values to `[-bound, bound]`.
 
         Args:
             parameters: Parameters whose gradients are changed in place.
@@ -506,7 +508,7 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Give each state tensor of an optimizer the device and the memory layout of its parameter.
+    """Move an optimizer's state tensors to the devices and memory layouts of the optimizer's parameters.
 
     Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset. For a
     transposed or channels_last parameter, contiguous state would therefore update the wrong elements. State of float64
@@ -537,7 +539,6 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise `CheckpointError` if parameter groups differ from those in a checkpoint."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -584,7 +585,7 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return a prepared model's state dict: this process's part for a checkpoint, or, with `full`, all weights.
+        """Return the state dict of a prepared model, sharded for a checkpoint or, with `full`, unsharded.
 
         Names have no prefix of a wrapper such as DDP. A collective call.
 
@@ -615,7 +616,7 @@ class ModelState:
         return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a full or sharded state dict into a model, whatever strategy has saved it.
+        """Load a full or sharded state dict, saved under any strategy, into a prepared model.
 
         Args:
             model: The model that `prepare` returned.
@@ -628,7 +629,7 @@ class ModelState:
         return self.strategy.unwrap(model).load_state_dict(state, strict=strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load optimizer state by parameter name, whatever strategy has saved it.
+        """Load an optimizer's state, saved under any strategy and keyed by parameter name.
 
         Args:
             model: The model that `prepare` returned.
@@ -638,7 +639,7 @@ class ModelState:
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return a prepared model's parameters by name. Values written to these tensors change the model.
+        """Return the tensors that store a prepared model's parameters, keyed by name, to modify them in place.
 
         If the model is sharded, the tensors are this process's shards. Parameters gathered for a forward pass are freed
         first, so that the next forward pass uses the written values. Call this method again after `requires_grad` has
@@ -647,7 +648,7 @@ class ModelState:
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """Return how many elements a parameter has before sharding, and whether any process trains it."""
+        """Return a parameter's number of elements before sharding, and True if the parameter is trained."""
         return parameter.numel(), parameter.requires_grad
 
 
@@ -672,7 +673,7 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """Value of a setting, with the name of the user's argument that set it, to name it in error messages."""
+    """A setting's value and the name of the argument that set it, which error messages quote."""
 
     argument: str  # such as "Trainer(gradient_clip_val)"
     value: Any
@@ -691,12 +692,12 @@ class RunOptions:
 
 
 class SplitsSequences:
-    """Mixin for strategies that split each sequence over several processes."""
+    """Mixin for strategies with context parallelism, which split each sequence over several processes."""
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors hold this process's part of each sequence.
+        """Return a context that splits `buffers` in place along sequences and, except for `keep`, restores them.
 
         Args:
             buffers: Tensors that contain whole sequences.
@@ -707,7 +708,7 @@ class SplitsSequences:
 
 
 class JoinsUnevenInputs:
-    """Mixin for strategies that can train on uneven numbers of batches."""
+    """Mixin for strategies that let processes train on different numbers of batches, in a `join` context."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Return a context in which a process without further batches does not block the other processes.
@@ -719,7 +720,7 @@ class JoinsUnevenInputs:
 
 
 class PlacesBatches:
-    """Mixin for strategies whose `batch_placement` object moves batches to devices.
+    """Mixin for strategies that move batches to devices in their own way, through `batch_placement`.
 
     Attributes:
         batch_placement: The object that transfers batches.
@@ -729,7 +730,7 @@ class PlacesBatches:
 
 
 class BatchPlacement:
-    """Base class of objects with which a strategy changes how batches are moved to its devices, such as TPUs.
+    """Base class for a strategy's own way to move batches to its devices, such as TPUs.
 
     Attributes:
         fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
@@ -738,7 +739,7 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the function that moves batches to the strategy's devices.
+        """Return the function to use instead of `place` to move batches to the strategy's devices.
 
         Args:
             place: The function that moves a batch by default. The returned function may call it.
@@ -794,9 +795,10 @@ class Strategy(ABC):
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Begin a run: set `topology`, `gradients` and `state` for this process, before a model is prepared.
+        """Initialize this strategy at the start of a run, before a model is prepared.
 
-        Pass a function to `state.before_leaving` to release objects that hold the process group alive.
+        Set `topology`, `gradients` and `state` for this process. Pass a function to `state.before_leaving` to release
+        objects that hold the process group alive.
 
         Args:
             state: The rank, the device and the process group.
@@ -809,7 +811,7 @@ class Strategy(ABC):
         self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
-        """Raise an error if the strategy does not support a setting of the run.
+        """Check the run's settings, and raise an error if this strategy does not support one of them.
 
         Called after `setup` and before a model is prepared.
 
@@ -823,13 +825,13 @@ class Strategy(ABC):
     # Model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return the context to construct a model in, where a strategy can, for example, create sharded parameters."""
+        """Return the context in which models are created, so that a strategy can create sharded parameters."""
         return nullcontext()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Move, convert, and shard or wrap a model, and adapt its optimizers.
+        """Move, convert and wrap or shard a model, and return it with optimizers for its parameters.
 
         Args:
             model: The user's model.
@@ -863,7 +865,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a training or evaluation stage, such as DDP's wrapper or the bare model.
+        """Return the module to call in the given stage, such as the DDP wrapper in training.
 
         Called on all processes when the stage begins.
 
@@ -978,7 +980,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class Configured(Strategy):
-    """Base class for strategies with several named configurations, of which each prepared model uses one.
+    """Base class for strategies that can hold several configurations and use one for each prepared model.
 
     `select_configuration` selects the one for the models that are prepared next.
     """
@@ -1000,7 +1002,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision to train with: the selected configuration's own, or `given`, the user's argument.
+        """Return the precision to train with, from the selected configuration or from the argument `given`.
 
         Args:
             given: A precision or its name, or None.
@@ -1008,7 +1010,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return a precision's name as a `mixed_precision` argument, such as `"bf16"`."""
+        # The precision's name as a `mixed_precision` argument, such as "bf16".
         raise NotImplementedError
 
 
@@ -1036,7 +1038,7 @@ class ReducingWrapper(nn.Module):
     """Base class for model wrappers that average gradients during backward, like DDP."""
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Make the next backward pass average gradients, although `loss` was computed without this wrapper."""
+        """Enable gradient averaging for the backward pass of a loss that was not computed by this wrapper."""
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
@@ -1044,7 +1046,7 @@ class ReducingWrapper(nn.Module):
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise an error if the last backward pass left gradients unreduced, for which other processes still wait.
+        """Raise an error if some gradients were not averaged in the last backward pass.
 
         No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """
@@ -1061,7 +1063,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches at different times.
+    """Return a context in which a process that runs out of batches does not block the other processes.
 
     Returns None if the strategy does not support this. Raises a `ConfigurationError` if every forward pass of the
     strategy is collective.

@@ -14,10 +14,9 @@ ATTACHES_PRESENCE = "attaches_presence"
 
 
 class StepModule(nn.Module):
-    """Module that runs task methods such as `training_step` in its `forward`.
+    """Module that runs a task's steps in its `forward`, so that wrappers such as DDP reduce gradients.
 
-    DDP can then reduce their gradients. Wrappers such as DDP hook into `forward`, so a step that runs through this
-    module takes part in gradient reduction. If the first argument is not a function, the task's own `forward` runs.
+    Wrappers hook into `forward` only. If the first argument is not a function, the task's own `forward` runs.
 
     Args:
         task: The module that owns the step functions.

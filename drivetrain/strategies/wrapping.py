@@ -20,7 +20,7 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """Return the submodules that `wrap` selects and that FSDP shards separately, innermost first.
+    """Return the submodules that `wrap` selects for FSDP to shard separately, innermost first.
 
     `option` is the name of the user's argument, for error messages.
     """
@@ -70,7 +70,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, such as the layers of a transformer.
+    """Find the blocks that a model repeats, such as transformer layers, and return them in order.
 
     A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
     submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.

@@ -325,7 +325,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """False with `comm_hook` or `sync_batchnorm`. A step that ran out of memory then cannot be run again."""
+        """True if steps that run out of memory can be repeated, which `comm_hook` and `sync_batchnorm` prevent."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager

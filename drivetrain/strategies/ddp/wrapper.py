@@ -36,7 +36,7 @@ _UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
-    """Check of whether DDP needs the costly `find_unused_parameters`."""
+    """Detector that checks over several steps whether DDP needs the costly `find_unused_parameters`."""
 
     def __init__(
         self,
@@ -72,10 +72,7 @@ class UnusedSearch:
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """Return the indices of parameters that no step used.
-
-        Returns None if steps or processes used different parameters.
-        """
+        # Indices of the parameters that no step used, or None if steps or processes used different ones.
         assert self._fewest is not None
         assert self._most is not None
         fewest, most, everyone = self._fewest.tolist(), self._most.tolist(), dist.get_world_size()
@@ -172,12 +169,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
-        """Rebuild DDP's gradient reducer after parameters were frozen or unfrozen.
-
-        Returns False if all are frozen.
-
-        With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
-        """
+        # Returns False if all parameters are frozen. With a search for unused parameters, frozen ones stay in the
+        # reducer, since the search finds them unused.
         if list(map(_REQUIRES_GRAD, self._watched)) == self._trained:
             return True
         trained = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
@@ -447,10 +440,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Raise an error if parameters or gradients differ between processes.
-
-        A collective call.
-        """
+        # A collective call.
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -474,7 +464,7 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """Record of the DDP modules that average an optimizer's gradients, and of parameters that none averages.
+    """The DDP modules that average an optimizer's gradients, and the parameters outside these modules.
 
     Attributes:
         found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
@@ -488,7 +478,7 @@ class Held:
 
 
 class Copies:
-    """Registry of a run's DDP modules, which compares their weights between processes to find differences.
+    """Registry of a run's DDP modules, which checks that all processes have equal weights.
 
     Attributes:
         wrapped: The DDP modules.
@@ -589,13 +579,8 @@ class Copies:
 
 
 def _fingerprints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return a fingerprint of each tensor, by which processes compare their copies.
-
-    It consists of the norm and a scaled sum.
-
-    Both are -1 for None. The sum is divided by the root of the size, so that the norm is an upper bound
-    (Cauchy-Schwarz).
-    """
+    # A fingerprint is a norm and a scaled sum, both -1 for None. The sum is divided by the root of the size, so that
+    # the norm is an upper bound (Cauchy-Schwarz).
     absent = torch.full((), -1.0, device=device)
     norms, sums, roots = [], [], []
     for tensor in tensors:

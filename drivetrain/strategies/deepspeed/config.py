@@ -57,7 +57,7 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a launcher's `deepspeed_config` section to arguments of `DeepSpeed`.
+    """Convert the `deepspeed_config` section of a launcher's file to keyword arguments for `DeepSpeed`.
 
     Raise `ConfigurationError` if a key is unknown. Options of DeepSpeed's own launcher are ignored with a warning.
     """
@@ -148,9 +148,9 @@ def import_deepspeed(kind: str) -> Any:
 
 
 class DummyOptim(Optimizer):
-    """Placeholder for the optimizer that a DeepSpeed configuration defines.
+    """Placeholder to pass to `prepare` if the DeepSpeed configuration itself defines the optimizer.
 
-    The arguments replace `"auto"` values in that section.
+    The arguments replace `"auto"` values in the `"optimizer"` section of the configuration.
 
     Args:
         params: The parameters or parameter groups.
@@ -164,7 +164,7 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Raise `ConfigurationError`: a placeholder cannot step, only the optimizer that `prepare` returns can."""
+        """Raise `ConfigurationError`, because only the optimizer that `prepare` returns can be stepped."""
         raise ConfigurationError(
             "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Prepare it "
             "together with its model under strategy='deepspeed', and step the optimizer that prepare returns.",
@@ -172,7 +172,7 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Placeholder for the scheduler that a DeepSpeed configuration defines.
+    """Placeholder to pass to `prepare` if the DeepSpeed configuration defines the learning rate scheduler.
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
@@ -334,7 +334,7 @@ def _at(config: Any, path: str) -> Any:
 
 @dataclass
 class Known:
-    """Settings and objects of a run, from which `"auto"` values in a DeepSpeed configuration are filled in.
+    """The settings and objects of a run that replace `"auto"` values in its DeepSpeed configuration.
 
     Attributes:
         world_size: Number of processes.
@@ -354,7 +354,7 @@ class Known:
 
 
 def complete(config: Config, known: Known) -> Config:
-    """Return a DeepSpeed configuration with missing and `"auto"` values filled in.
+    """Return a DeepSpeed configuration with missing and `"auto"` values filled in from the run's settings.
 
     Raise `ConfigurationError` if a value conflicts with the run, or if nothing determines an `"auto"` value.
     """

@@ -30,7 +30,7 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Record of the parameters without a gradient since the last step, which DeepSpeed must leave unchanged.
+    """Record of which parameters got no gradient, so that DeepSpeed's step can leave them unchanged.
 
     In plain PyTorch, a step leaves parameters without a gradient unchanged.
 
@@ -136,13 +136,12 @@ def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Join names for an error message, with a number in place of long lists."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 class TrainedModel:
-    """Model that `prepare` has given to DeepSpeed, with DeepSpeed's engine and the state of its gradients.
+    """A model that DeepSpeed trains, with DeepSpeed's engine, an optimizer and flags for the gradients.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.
@@ -174,7 +173,7 @@ class TrainedModel:
 
     @property
     def is_low_precision(self) -> bool:
-        """True if the model trains in bfloat16 or float16 with float32 master weights."""
+        # Such a model has float32 master weights.
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:

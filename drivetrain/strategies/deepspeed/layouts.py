@@ -27,7 +27,7 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """Base class for access to the gradients, master weights and optimizer state inside a DeepSpeed engine.
+    """Base class of accessors for gradients, master weights and optimizer state in a DeepSpeed engine.
 
     Each subclass serves one of the forms in which DeepSpeed's ZeRO stages store them.
 
@@ -89,7 +89,7 @@ class Layout(ABC):
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Context manager in which an optimizer step leaves the given parameters unchanged.
+        """Context manager that undoes an optimizer step's changes to the given parameters.
 
         Used for parameters without a gradient. DeepSpeed steps them with a gradient of zero, so that momentum and
         weight decay would change them.

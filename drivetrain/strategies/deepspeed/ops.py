@@ -57,7 +57,6 @@ def build_root() -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return True if a DeepSpeed operator is already compiled, so that it loads at once."""
     folder = build_root() / name
     return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
 
@@ -85,7 +84,7 @@ def is_stale(lock: Path) -> bool:
 
 
 def _is_open(path: Path) -> bool | None:
-    """Return True if a process of this machine has a file open, or None if unknown."""
+    # Whether a process on this machine has the file open, or None if unknown.
     processes = Path("/proc")
     if not (processes / "self" / "fd").is_dir():
         return None
@@ -158,7 +157,6 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Compile a DeepSpeed operator, or raise an error if this device type has none."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -212,7 +210,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """Process group of a run, which `torch.distributed` and DeepSpeed share.
+    """The process group of a run, set up for both `torch.distributed` and DeepSpeed.
 
     Without a process group, a group of this one process is created.
 

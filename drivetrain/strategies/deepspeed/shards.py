@@ -43,7 +43,7 @@ _ALLOWED: list[Any] = [
 
 
 def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """Return the folder with the files of a DeepSpeed checkpoint, or None.
+    """Find the folder that contains the files of a DeepSpeed checkpoint, and return None if there is none.
 
     Without a tag, the file `latest` in the directory names the folder. If that file is missing, it is the directory
     itself.
@@ -98,7 +98,7 @@ class DeepSpeedShards:
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the full optimizer state in the checkpoint by parameter name.
+        """Merge the shards of a checkpoint's optimizer state, and return the full state by parameter name.
 
         A checkpoint of ZeRO stage 0 has no names, so that its state is by parameter index. Raise `CheckpointError` if
         DeepSpeed wrote the state in a format that is not supported.

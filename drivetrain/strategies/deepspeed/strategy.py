@@ -133,7 +133,7 @@ class DeepSpeed(Configured):
 
     @property
     def config(self) -> configuration.Config:
-        """DeepSpeed configuration for the next prepared model, in which `"auto"` values are not filled in yet."""
+        """The DeepSpeed configuration for the model to prepare next, before `"auto"` values are filled in."""
         return self.settings.config
 
     @property
@@ -148,7 +148,7 @@ class DeepSpeed(Configured):
 
     @property
     def moe_layers(self) -> Sequence[str | type[nn.Module]]:
-        """Module classes, or their names, that ZeRO-3 gathers as a whole, such as mixture-of-experts layers."""
+        """Classes of modules, such as mixture-of-experts layers, that ZeRO-3 gathers with all their submodules."""
         return self.settings.moe_layers
 
     # processes

@@ -65,7 +65,7 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load a full state dict into a model, and into the master weights that its DeepSpeed engine holds.
+    """Load a full state dict into a DeepSpeed model and into the master weights in the model's engine.
 
     A collective call. Returns the missing and unexpected names. Raises `CheckpointError` if there are any and `strict`
     is True, or if a shape is wrong.
@@ -248,7 +248,7 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
 
 
 def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the full float32 weights in a DeepSpeed checkpoint by name.
+    """Read a DeepSpeed checkpoint, and return its full float32 weights as a dict from name to tensor.
 
     No code in its files is executed.
     """
@@ -269,7 +269,7 @@ def merge_native(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the full weights of a DeepSpeed checkpoint to safetensors files.
+    """Merge a checkpoint that DeepSpeed saved, and write the full weights to safetensors files.
 
     Returns the paths of the files.
 
@@ -305,15 +305,9 @@ class DeepSpeedFormat(CheckpointFormat):
         return deepspeed_folder(folder) is not None
 
     def weights(self, folder: Path) -> dict[str, Tensor]:
-        """Return the full weights in a DeepSpeed checkpoint folder by name.
-
-        Floating-point tensors are float32.
-        """
+        # Floating-point tensors are float32.
         return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
 
     def optimizer(self, folder: Path) -> Any:
-        """Return the full optimizer state in a DeepSpeed checkpoint folder.
-
-        It is keyed by parameter name, or else by index.
-        """
+        # Keyed by parameter name, or else by index.
         return read_deepspeed(folder, DeepSpeedShards.optimizer)

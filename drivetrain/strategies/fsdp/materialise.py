@@ -116,9 +116,9 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize a sharded model with random values that rank 0 draws.
+        """Initialize a sharded model: rank 0 draws each module's values, and each process keeps its shards.
 
-        Done module by module, to save memory. Each process keeps its shards.
+        Done module by module, to save memory.
         """
         check_initialisable(model)
         # The values are drawn with the random state in which the model was built.

@@ -43,7 +43,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """Validated arguments of the `FSDP` strategy, which its docstring explains."""
+    """Checked arguments of the `FSDP` strategy. See `FSDP` for their meaning."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -279,7 +279,6 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules that FSDP gathers and frees separately."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:

@@ -173,7 +173,7 @@ def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
 
 
 def local_slices(like: DTensor) -> tuple[slice, ...]:
-    """Return the slices that cut this process's shard out of the full tensor."""
+    # The slices cut this process's shard out of the full tensor.
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
@@ -226,7 +226,7 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """Arguments of a `fully_shard` call, stored on the module so that its copies can be sharded alike.
+    """The `fully_shard` arguments of a module, stored with the module in order to shard copies of the module.
 
     Attributes:
         mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
@@ -258,7 +258,7 @@ class UnitSharding:
 
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
-    """Shard one module by `fully_shard`, without its parts that are sharded already."""
+    # `fully_shard` leaves out submodules that are sharded already.
     mesh = unit_sharding.mesh
     kind = get_device_kind(mesh.device_type)
     if kind.name != "cpu" and replaces_parameters(torch.device(kind.name)):
@@ -452,7 +452,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a module that FSDP has sharded. The copy gets shards of its own with equal values."""
+    # The copy gets shards of its own, with equal values.
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -533,7 +533,7 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
-    """Return a context in which a model holds full parameters. A collective call.
+    """Context manager in which a sharded model has full parameters. All processes must enter it.
 
     With `writeback`, changes are copied to the shards on exit. The model cannot run a forward pass within the context.
     """

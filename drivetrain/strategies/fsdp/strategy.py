@@ -60,7 +60,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the total norm of gradients, including shards on other processes.
+    """Return the total norm of gradients that may be sharded over different device meshes.
 
     All processes must call this.
     """
@@ -123,7 +123,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Gradients of the `FSDP` strategy: accumulation without reduction, scaling, and clipping by the norm."""
+    """Implementation of `Gradients` for `FSDP`, which accumulates, scales and clips sharded gradients."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False

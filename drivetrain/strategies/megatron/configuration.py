@@ -147,7 +147,7 @@ _DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
 def low_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the low-precision dtype of the model's weights, or None for float32."""
+    # None means float32.
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name)
 
 

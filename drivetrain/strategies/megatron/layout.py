@@ -27,7 +27,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """Part of a parameter or buffer that this process holds, and its position in the unsharded tensor.
+    """One process's part of a parameter or buffer, and the part's position in the unsharded tensor.
 
     Attributes:
         name: The name of the full tensor.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """Protocol of the methods by which a task builds and runs a megatron-core model under `Megatron`.
+    """Protocol of tasks that the `Megatron` strategy can train: how to build a model and run a step.
 
     `MegatronTask` implements it.
 
@@ -68,7 +68,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """Model that the `Megatron` strategy has prepared: its task, model chunks, name layout and optimizer."""
+    """A model that the `Megatron` strategy has prepared, with its task, model chunks and optimizer."""
 
     def __init__(self, owner: nn.Module, bare: list[nn.Module], wrapped: list[nn.Module], layout: Layout) -> None:
         self.owner, self.bare, self.wrapped, self.layout = owner, bare, wrapped, layout
@@ -126,7 +126,6 @@ class PlacedModels:
         self._placed.clear()
 
     def find(self, model: nn.Module) -> PlacedModel | None:
-        """Return the `PlacedModel` of an original or prepared module, or None."""
         for placed in self._placed:
             if model is placed.owner or model is placed.called or any(model is chunk for chunk in placed.wrapped):
                 return placed
@@ -207,7 +206,7 @@ class Schedule:
             placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward for all micro-batches of an optimizer step.
+        """Run the forward and backward passes of an optimizer step, by calling `step_fn` on each micro-batch.
 
         Returns the results of `step_fn`. Processes that do not compute the loss return None for each micro-batch.
         """
@@ -324,7 +323,7 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Module that runs a task's evaluation step, such as `validation_step`, over all pipeline stages.
+    """Module that runs evaluation steps, such as `validation_step`, through all stages of a pipeline.
 
     It is called as `module(step, batch, ...)`.
     """
@@ -372,7 +371,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Return logits for the full vocabulary, of which each tensor-parallel process has computed a part."""
+        """Gather the parts of the vocabulary from all tensor-parallel processes, and return the full logits."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

@@ -240,7 +240,7 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """Tensor that megatron-core's optimizer updates for a model parameter, such as a float32 copy or a shard.
+    """Tensor that megatron-core steps to update a parameter, such as the parameter's float32 copy.
 
     Attributes:
         part: The megatron-core optimizer that steps it.

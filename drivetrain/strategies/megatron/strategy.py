@@ -179,7 +179,7 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """Object with which a `MegatronTask` builds its model and runs its steps under this strategy."""
+        """The `MegatronRuntime`, through which a `MegatronTask` builds its model and runs its steps."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
@@ -188,7 +188,7 @@ class Megatron(Strategy):
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
-        """Return a model's `TransformerConfig` with the run's parallel sizes and dtypes.
+        """Return a megatron-core `TransformerConfig` with the run's parallel sizes and dtypes filled in.
 
         Args:
             config: The model's configuration.
@@ -372,7 +372,7 @@ class Megatron(Strategy):
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Load a checkpoint that `save_native` wrote into a model that `prepare` returned.
+        """Load a checkpoint from `save_native` into a prepared model.
 
         A collective call. The run that saved the checkpoint may have had other parallel sizes.
 

@@ -46,7 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Part of each sequence that a process holds under context parallelism.
+    """Description of the part of each sequence that this process holds under context parallelism.
 
     Attributes:
         group: Process group over which sequences are split.
@@ -82,7 +82,7 @@ class SequenceShard:
         return torch.cat([parts[number] for number in self.own_chunks], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Join the parts of a tensor that is split along `dim` over processes.
+        """Gather the sequence parts of all processes, and join the parts along the dimension `dim`.
 
         Gradients flow back to each part.
         """
@@ -163,7 +163,7 @@ def sequence_length(batch: Any, dim: int) -> int | None:
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which `F.scaled_dot_product_attention` attends to tokens of all context-parallel processes."""
+    """Context that makes `F.scaled_dot_product_attention` cover the sequence parts of all processes."""
 
     def __init__(self, shard: SequenceShard) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class SharedAttention(TorchFunctionMode):
 
 
 class RingAttention(SharedAttention):
-    """Context in which attention runs as torch's ring attention over all processes.
+    """Context that computes attention over all processes by torch's ring attention, to save memory.
 
     Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al., 2023,
     https://arxiv.org/abs/2310.01889).
@@ -345,7 +345,7 @@ def active_shard() -> SequenceShard | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of this process's tokens, for position embeddings.
+    """Return the positions of this process's tokens in the full sequences, for position embeddings.
 
     Use this function in models that create position ids themselves. With context parallelism,
     `torch.arange(x.shape[1])` would number each process's part from 0. Without it, the result is that `arange`.
@@ -452,7 +452,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def register_attention_sharding() -> None:
-    """Register the missing sharding rules for attention of DTensors on the CPU."""
+    # Torch has no sharding rules for attention of DTensors on the CPU.
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

@@ -91,7 +91,7 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """Position of a rank in the device mesh."""
+    """A rank's position in the device mesh, from which its coordinates and its data shard are computed."""
 
     sizes: MeshSizes  # processes along each dimension
     rank: int
@@ -118,7 +118,7 @@ class MeshPlace:
 
     @property
     def loss_rank(self) -> int:
-        """Global rank of the last stage of this process's pipeline, which computes the losses."""
+        """Global rank of the process in this rank's pipeline that computes the loss."""
         return self.rank_of(pp=self._last)
 
     @property

@@ -209,7 +209,7 @@ class Parallel(Strategy, SplitsSequences):
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors in `buffers` hold only this process's part of each sequence.
+        """Return a context within which `buffers` contain only this process's part of each sequence.
 
         Within the context, attention covers the tokens of all context-parallel processes.
 

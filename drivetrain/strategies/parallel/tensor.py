@@ -186,7 +186,7 @@ def _no_match(module: nn.Module, plan: Plan) -> str:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of module names, where `*` matches one level."""
+    # `*` matches one part of a dotted module name, such as the number of a layer.
     return re.compile("".join("[^.]*" if piece == "*" else re.escape(piece) for piece in re.split(r"(\*)", pattern)))
 
 
@@ -275,10 +275,7 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Copy the random state of a mesh's first rank to all its ranks.
-
-    Dropout masks are then equal.
-    """
+    """Copy the CPU and device random state of a mesh's first rank to the others, so that dropout masks match."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -337,7 +334,7 @@ _BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 class LossParallel:
-    """Switch by which `F.cross_entropy` accepts logits whose classes are split over processes.
+    """Switch that makes `F.cross_entropy` accept logits whose classes are split over processes.
 
     Torch's `loss_parallel` returns DTensor losses, which cannot be combined with plain tensors. This class returns
     plain losses, so that a task can weigh, log and add them as usual.
@@ -359,7 +356,6 @@ class LossParallel:
             handlers[op] = _from_plain_loss(handlers[op])
 
     def disable(self) -> None:
-        """Undo `enable`: `F.cross_entropy` no longer accepts logits that are sharded by class."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None

@@ -14,10 +14,9 @@ from drivetrain.runtime.devices import DeviceKind
 
 
 class Precision:
-    """Base class of precisions, which set the dtypes of training.
+    """Base class for the numeric precision of training, with its dtypes and loss scaling.
 
-    The class itself is plain float32, without autocast or loss scaling. A precision sets dtypes and loss scaling. The
-    strategy places tensors on devices.
+    The class itself is plain float32, without autocast or loss scaling. The strategy places tensors on devices.
 
     Attributes:
         name: Canonical name, such as `"bf16"`.
@@ -85,7 +84,7 @@ class Precision:
         """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Skip a step on all processes if gradients overflow on any. `largest` combines what the processes found.
+        """Make all processes skip an optimizer step if gradients overflow on one of them.
 
         Used for sharded gradients, of which each process holds and checks only a part.
 
@@ -113,7 +112,7 @@ class Precision:
         return True
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Raise an error if an optimizer holds a parameter of a dtype that this precision cannot train.
+        """Raise an error if an optimizer's parameters have dtypes that this precision cannot train.
 
         Args:
             optimizer: The prepared optimizer.

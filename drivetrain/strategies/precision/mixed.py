@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.true import refuse_without_bf16
 
 
 class MixedPrecision(Precision):
-    """Base class for mixed precision: float32 parameters, and forward under autocast.
+    """Base class for mixed precision, with float32 parameters and a forward pass under autocast.
 
     Args:
         cache_enabled: Cache the cast copies of weights within one forward pass.

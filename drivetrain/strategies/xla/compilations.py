@@ -55,11 +55,11 @@ class Compilations:
         return data[1] / 1e9 if data else 0.0
 
     def record_batch(self, batch: Any) -> None:
-        """Record the shapes of a batch's tensors, to name the changing ones in a warning."""
+        # A warning about recompilations names the shapes that have changed.
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Count an optimizer step, and warn if XLA has compiled for many of the last ones."""
+        # Warns if XLA has compiled in many of the recent steps.
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)
@@ -117,7 +117,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """Return a warning text that names the tensors whose shapes differ between the batches in `seen`."""
+    """Compare the tensor shapes of several batches, and return advice on how to avoid recompilations."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

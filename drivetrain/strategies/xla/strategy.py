@@ -596,7 +596,7 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Optional conversion of floats to bfloat16 by torch_xla, which an environment variable turns on."""
+    """An option to round floats to bfloat16 in torch_xla, with the environment variable that enables it."""
 
     option: str | None = None
     variable: str | None = None

@@ -82,7 +82,7 @@ def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
 
 
 class ScheduledStage(_PipelineStageBase):
-    """Pipeline stage for torch's schedules, whose micro-batches may have different tensor shapes."""
+    """Pipeline stage for torch's schedules that supports micro-batches of different shapes."""
 
     def __init__(
         self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
@@ -171,7 +171,7 @@ def _gradient(meta: Any) -> Any:
 
 
 class Scheduler:
-    """Object that runs the micro-batches of a training step on pipeline stages, by one of torch's schedules."""
+    """Executor of one of torch's pipeline schedules, which runs the micro-batches of a training step."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
         self._kind = kind
@@ -315,7 +315,6 @@ class StageRanks:
 
     @property
     def count(self) -> int:
-        """Total number of pipeline stages."""
         return self.ranks * self.per_rank
 
     @property
@@ -336,7 +335,7 @@ class StageRanks:
 
 @dataclass(frozen=True)
 class PipelineGroup:
-    """Process group of a pipeline, with this process's rank and all stages' ranks."""
+    """Process group of a pipeline, with this process's rank and the assignment of stages to ranks."""
 
     group: dist.ProcessGroup
     rank: int

@@ -259,7 +259,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensors that earlier stages send to a pipeline stage, and the arguments or module outputs that they are.
+    """Description of the tensors that a pipeline stage receives from earlier stages in a forward pass.
 
     These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
     that this stage or a later one also uses.
@@ -279,7 +279,7 @@ class Cut:
 
 @dataclass
 class Route:
-    """All tensors that pipeline stages send each other in a forward pass, for one set of argument shapes.
+    """Description of the tensors that pipeline stages exchange in forward passes with given input shapes.
 
     Attributes:
         cuts: The values that each stage but the first receives.
@@ -292,7 +292,7 @@ class Route:
 
 
 class ModelOutline:
-    """Copy of a model without weights, whose traced forward shows which tensors pipeline stages exchange.
+    """Weightless copy of a model, whose forward is traced to find the tensors that stages must exchange.
 
     Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
     first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
@@ -312,7 +312,7 @@ class ModelOutline:
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Copy a module with fake tensors in place of parameters and buffers."""
+        # Parameters and buffers become fake tensors, which have no data.
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
@@ -372,7 +372,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Pipeline stage that computes a tensor of the model's forward, and the module outputs that it uses.
+    """The pipeline stage that computed a traced tensor, and the module outputs used to compute the tensor.
 
     Attributes:
         stage: The stage that computed it.
@@ -387,7 +387,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """Arguments of a pipeline stage's first module, some of which come from earlier stages.
+    """The arguments of a pipeline stage's first module in a trace, and which of them must be received.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
@@ -399,7 +399,7 @@ class _Entry:
 
 
 class _Trace(TorchDispatchMode):
-    """Trace of a model's forward, which finds the tensors that one pipeline stage needs from another."""
+    """Dispatch mode that records a model's forward, to find the tensors that each stage must receive."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

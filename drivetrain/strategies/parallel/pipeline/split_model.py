@@ -31,7 +31,7 @@ _MEMORY = "_pipelined"
 
 @dataclass(frozen=True)
 class SplitModel:
-    """Record of a task whose model has been split into pipeline stages, with this process's stage modules.
+    """A task split into pipeline stages, with the stage modules that this process runs.
 
     Attributes:
         bare: The task.

@@ -38,7 +38,7 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """One call of a model that is split into pipeline stages: its arguments, and the tensors stages exchange.
+    """Arguments of a call to a model split into pipeline stages, and the tensors that the stages exchange.
 
     Attributes:
         args: Positional arguments.
@@ -363,10 +363,7 @@ class StageState:
             del optimizer.state[parameter]
 
     def model_state(self) -> StateDict:
-        """Return the task's state by name. A collective call.
-
-        Tensors of other stages are on the meta device.
-        """
+        # A collective call. Tensors of other stages are on the meta device.
         state: StateDict = {}
         for name, value in self._bare.state_dict().items():
             if not isinstance(value, Tensor):
@@ -561,10 +558,7 @@ class _Link:
             yield pytree.tree_unflatten(filled, spec)
 
     def forward_request(self, request: Request | None) -> None:
-        """Send the arguments of a model call to the next pipeline stage.
-
-        None means that no more calls follow.
-        """
+        # The next pipeline stage receives the arguments of a model call, or None if no more calls follow.
         if self._rank == self._last:
             return
         # Limits the memory of requests that the next stage has not received yet.

@@ -47,7 +47,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Object that runs an optimizer step: forward and backward of all micro-batches on the pipeline stages.
+    """Executor of optimizer steps under pipeline parallelism, which runs all micro-batches through all stages.
 
     Each step runs up to its call of the model, to get the arguments. On the last stage, it then runs again with the
     pipeline's output, to get the loss.

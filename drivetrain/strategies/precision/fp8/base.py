@@ -51,18 +51,13 @@ class FP8Backend(ABC):
         ...
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return the models' float8 scales and related state for a checkpoint."""
+        # Float8 scales and their history, for a checkpoint.
         return {}
 
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Restore the models' float8 scales and their history from a checkpoint."""
+    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None: ...
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """Return the allowed value that equals a name, ignoring case.
-
-    Raises a `ConfigurationError` if none does.
-    """
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
@@ -146,7 +141,6 @@ def _computes_by_itself(layer: nn.Linear) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Join names for an error message, with a count in place of most of a long list."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

@@ -237,7 +237,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a launcher's `fp8_config` section to arguments of `FP8`.
+    """Convert the `fp8_config` section of a launcher's configuration file to keyword arguments for `FP8`.
 
     Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """
