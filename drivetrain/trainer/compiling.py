@@ -92,7 +92,6 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
-    """Make `torch.compile` use a cache below `root`, unless the user has set a folder."""
     # Torch sets the variable to its default when it needs the folder, which is no choice of the user.
     is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
     if is_named or "://" in root:  # inductor writes local files

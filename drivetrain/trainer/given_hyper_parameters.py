@@ -22,7 +22,7 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Use `values` as the hyper-parameters of each object of class `kind` that is created in the `with` block.
+    """Set the hyper-parameters of all objects of class `kind` that are created in the `with` block.
 
     A command line creates its objects in this `with` block, so that a checkpoint stores the configuration instead of
     objects that cannot be saved.

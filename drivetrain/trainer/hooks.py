@@ -33,7 +33,7 @@ def is_overridden(owner: Any, base: type, name: str) -> bool:
 
 
 def is_redefined(owner: Any, base: type, name: str) -> bool:
-    """Return True if an object replaces a method of `base`, not merely decorates it."""
+    """Check whether `owner` overrides the method `name` of `base`. A decorated base method is no override."""
     if not is_overridden(owner, base, name):
         return False
     # A bound method has the function that is compared in `__func__`.
@@ -125,7 +125,7 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def set_log_methods(callback: Callback, task: Task | None) -> None:
-    """Give a callback the task's `log` and `log_dict`, or remove them if `task` is None."""
+    """Give a callback the `log` and `log_dict` methods of `task`, or remove both methods if `task` is None."""
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)

@@ -46,7 +46,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """Return the arguments of `owner`'s running constructor, read from the call stack, to record them.
+    """Find the arguments passed to the constructor of `owner`, by walking up the call stack from `frame`.
 
     If constructors of a class and its base class have an argument of the same name, the value of the derived class is
     returned.
@@ -152,7 +152,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """Return the saved hyper-parameters that the constructor of class `kind` accepts as arguments.
+    """Return the entries of `saved` that the constructor of `kind` accepts, to create an object from a checkpoint.
 
     If the constructor has an argument called `name`, and no hyper-parameter has this name, all hyper-parameters are
     returned as this one argument. This restores objects that called `save_hyperparameters(config)`.
@@ -172,7 +172,7 @@ def create_from_saved(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Create an object of the task or data module class `kind` from the hyper-parameters in a checkpoint.
+    """Create a task or data module of class `kind` from `saved` hyper-parameters, updated with `overrides`.
 
     `overrides` replace saved values. `name` is the constructor argument that takes all hyper-parameters as one dict, or
     None. Hyper-parameters of a command line may describe objects to create, which requires `instantiate=True`.
@@ -276,14 +276,14 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Base class of `Task` and `DataModule` that records constructor arguments.
+    """Base class of `Task` and `DataModule` that records constructor arguments, so that checkpoints contain them.
 
     `save_hyperparameters` may be called before `super().__init__()`.
     """
 
     @classmethod
     def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
-        """Create the object that `load_from_checkpoint` returns. Override it to change how it is created.
+        """Create the object for `load_from_checkpoint`, by default with `cls(**arguments)`. Can be overridden.
 
         Args:
             arguments: The saved hyper-parameters that the constructor accepts, and the arguments of
@@ -349,7 +349,7 @@ class HoldsHyperParameters:
 def hyper_parameters_to_save(
     owner: HoldsHyperParameters | None, keeps_objects: bool, without_secrets: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return the hyper-parameters of a task or data module as the entries that a checkpoint stores.
+    """Return the checkpoint entries that contain the hyper-parameters of a task or data module.
 
     Modules are left out, and `without_secrets` removes secrets. The entry `hparams_constructor` is None unless a
     derived class passes other arguments to its base class. Then it lists the derived constructor's argument names, and

@@ -56,7 +56,7 @@ class MegatronTask(Task):
     # methods to override
 
     def transformer_config(self) -> Any:
-        """Return megatron-core's `TransformerConfig` of the model.
+        """Return the `TransformerConfig` of megatron-core that describes the model. Must be overridden.
 
         The strategy then sets parallel sizes and dtypes.
         """
@@ -86,7 +86,7 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run a part of the model on the next micro-batch, and return its output and a function for the loss.
+        """Run one chunk of the model on the next micro-batch. Return its output and a function that computes the loss.
 
         Called by megatron-core's pipeline schedule.
 
@@ -122,7 +122,7 @@ class MegatronTask(Task):
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """Return a batch's number of rows and sequence length.
+        """Return the number of rows and the sequence length of `batch`. Override it for batches without 2-D tensors.
 
         Pipeline stages must know both in advance.
 

@@ -94,7 +94,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """Return the names in a dict of optimizers that `configure_optimizers` returned, or `()` for other values."""
+    """Return the optimizers' names if `configure_optimizers` returned a dict of named optimizers, else `()`."""
     # A dict with the key 'optimizer' describes a single optimizer, not optimizers by name.
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
@@ -290,7 +290,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers with `interval="epoch"` that monitor no value.
+    """Step the learning rate schedulers that step once per epoch and do not monitor a metric.
 
     The progress records this, so that a run resumed at this point does not step them twice.
     """

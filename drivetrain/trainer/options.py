@@ -264,7 +264,7 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def resolve_durations(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert durations among Trainer options, such as `max_duration="100 steps"` to `max_steps=100`.
+    """Return the Trainer options with durations converted, such as `max_duration="100 steps"` to `max_steps=100`.
 
     `max_duration` keeps only samples and tokens, which no other option counts.
     """

@@ -79,7 +79,7 @@ class TaskRun:
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
-        """Set up a run: look up hooks, call `prepare_data`, and then all `setup` hooks."""
+        """Set up a run of `task`: collect the overridden hooks, and call `prepare_data` and the `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
         # Before hooks are looked up, because it may replace callbacks.
@@ -112,7 +112,7 @@ class TaskRun:
             self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers = before
 
     def tear_down(self, task: Task, stage: Stage) -> None:
-        """End a run: call all `teardown` hooks, end the trackers' runs, and release the data loaders."""
+        """Clean up after a run: call the `teardown` hooks, finish the trackers' runs and release the data loaders."""
         trainer, engine = self.trainer, self.trainer.accelerator
         trainer.logged.enter(NOWHERE)
         engine.optimizer_step.set_hooks(StepHooks())

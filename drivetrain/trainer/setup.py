@@ -305,7 +305,7 @@ def make_callbacks(
     options: TrainerOptions,
     trackers: Sequence[Tracker],
 ) -> list[Callback]:
-    """Return the callbacks of a Trainer: the given ones and the defaults.
+    """Return the Trainer's callbacks: the user's (`given`) and the default ones that its arguments enable.
 
     Those that save checkpoints come last.
     """
@@ -364,9 +364,9 @@ def make_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """Add a task's callbacks to those of the Trainer.
+    """Add the task's callbacks to the Trainer's `callbacks`, and return the resulting list.
 
-    They replace callbacks of the same class or of a base class.
+    The task's callbacks replace callbacks of the same class or of a base class.
     """
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:

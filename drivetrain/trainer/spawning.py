@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """Call of a Trainer method, such as `fit`, with all the state that a new process needs to run the method."""
+    """Everything that a new process needs to run a Trainer method, such as `fit`, for its parent process."""
 
     kind: type[Trainer]
     made_with: tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the Trainer
@@ -93,7 +93,7 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """What a spawned process sends back after a Trainer method such as `fit`: result, final weights and state."""
+    """Result, final weights and state that a spawned process returns to the Trainer that started it."""
 
     result: Any
     left: BaseException | None  # with which a signal ended the run in an orderly way
@@ -133,7 +133,7 @@ class Outcome:
         )
 
     def load_into(self, trainer: Trainer, task: Task) -> None:
-        """Load the final weights and states of a spawned run into the Trainer that started it."""
+        """Load the weights and states from a spawned process into the Trainer and task that started the run."""
         # Layers that `configure_model` created in the processes do not exist in this one yet.
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
@@ -161,7 +161,7 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a Trainer's method, such as `fit`, in new processes, as `ddp_spawn` demands.
+    """Run a Trainer method, such as `fit`, in new processes, for strategies such as `ddp_spawn`.
 
     Return its result. The Trainer then takes over the state and weights of the first process.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TaskHooks(nn.Module):
-    """Hooks of a task, which it overrides to run its own code during a run."""
+    """Hooks that a task can override, to run its own code at certain points of a run."""
 
     def on_fit_start(self) -> None:
         """Run code at the start of `fit`, once the model is on its device and the optimizers exist."""
@@ -107,7 +107,7 @@ class TaskHooks(nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Run code after each validation, before the Trainer gives each module its earlier training mode back.
+        """Run code after each validation, before the Trainer restores the training mode of each module.
 
         The default does nothing.
         """
@@ -318,7 +318,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         raise ConfigurationError(f"{type(self).__name__} has no training_step. Define one to train it.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one validation batch, for example log its loss.
+        """Process one validation batch, for example to compute and log the loss.
 
         The output is passed to `on_validation_batch_end`. An override may have a third parameter `dataloader_idx`, the
         index of the loader.
@@ -541,7 +541,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @known_keywords
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the task's optimizer, or a list if `configure_optimizers` returned several.
+        """Return the optimizer that `configure_optimizers` created, or a list if there are several.
 
         Args:
             use_pl_optimizer: False to return the original optimizers, whose steps bypass the precision.

@@ -72,7 +72,7 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
-    """Raise an error if a task cannot be trained with the Trainer's arguments."""
+    """Raise an error if `task` lacks training methods, or if manual optimization meets accumulation or clipping."""
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
@@ -194,7 +194,6 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
 
 
 def described(value: Any) -> str:
-    """Return a short description of a class or an object for error messages, such as "a Linear"."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 

@@ -156,7 +156,6 @@ class TrainerStatus:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks that the callbacks and the task of the current run override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
@@ -195,7 +194,7 @@ class TrainerStatus:
 
     @property
     def local_dir(self) -> str:
-        """The local directory for files that the run writes, such as a profiler's output.
+        """The local directory into which parts of the run, such as profilers, write their files.
 
         It is `log_dir`, or the working directory if `log_dir` is a URL.
         """
@@ -205,7 +204,7 @@ class TrainerStatus:
 
     @property
     def spawning(self) -> StartsProcesses | None:
-        """The strategy if it starts the run's processes within `fit`, as `ddp_spawn` and `ddp_fork` do, else None."""
+        """The strategy, if it starts the processes of the run itself, as `ddp_spawn` does, otherwise None."""
         strategy = self.accelerator.strategy
         return strategy if isinstance(strategy, StartsProcesses) else None
 
@@ -217,7 +216,7 @@ class TrainerStatus:
 
     @property
     def num_devices(self) -> int:
-        """The number of processes of the run on this machine."""
+        """The number of devices that the run uses on this machine, one for each process."""
         spawning = self.spawning
         if spawning is not None:
             return spawning.num_processes
@@ -358,7 +357,7 @@ class TrainerStatus:
 
     @property
     def is_finite(self) -> bool:
-        """False once a value logged in training, or a weight at the end of an epoch, was NaN or infinite."""
+        """True if all values logged in training, and the weights at each epoch's end, have been finite so far."""
         return self.finiteness.is_finite
 
     # stages
@@ -798,7 +797,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a task on the validation data.
+        """Evaluate a task on the validation data, and return the logged values of each data loader.
 
         Every sample counts exactly once, on any number of processes.
 
@@ -1100,7 +1099,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Cancel the stop that a caller named `asker` has requested with `request_stop`, if `fit` still runs.
+        """Cancel the request to stop training that `asker` has made with `request_stop`.
 
         `min_epochs` and `min_steps` delay a stop. Used when the reason of the request no longer holds. Call it on all
         processes. Requests of others remain. `trainer.should_stop = False` cancels all requests.

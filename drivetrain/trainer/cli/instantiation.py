@@ -36,7 +36,7 @@ def require_jsonargparse(owner: str) -> None:
 
 
 def is_of_jsonargparse(error: BaseException) -> bool:
-    """Return True if jsonargparse itself raised the error, rather than code that it called."""
+    # An error of code that jsonargparse called, such as a constructor, is not an error of jsonargparse.
     # The innermost frame is the one that raised.
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
@@ -95,7 +95,7 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def recreate(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Create a task or data module again from the hyper-parameters that a command line saved in a checkpoint.
+    """Create a task or data module from the hyper-parameters that a `TrainerCLI` saved in a checkpoint.
 
     `given` are constructor arguments that replace saved ones. Without `instantiate`, saved values that describe objects
     raise `CheckpointError`.
@@ -295,7 +295,6 @@ def _named(hint: Any, value: str, name: str) -> Any:
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """Return the member types of a union as a list, or a list with the type itself."""
     if get_origin(hint) is Annotated:
         return _alternatives(get_args(hint)[0])
     if get_origin(hint) in _UNIONS:

@@ -202,10 +202,9 @@ class TrainerArgumentParser(ArgumentParser):
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing, since a list of all options would hide the error message."""
+        """Print nothing instead of the usage text, whose long list of options would hide the error message."""
 
     def _guess(self, message: str) -> str:
-        """Return a "Did you mean" hint for an error of jsonargparse, or an empty string."""
         classes = _CLASS.search(message)
         if classes is not None:
             return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
@@ -242,7 +241,6 @@ if IS_INSTALLED:
 
 
 def load_named_classes() -> None:
-    """Import all callbacks and profilers, so that options find them by name."""
     # Exports are loaded on first access. Only imported subclasses can be found by name.
     for room in (callbacks, profilers):
         for name in room.__all__:

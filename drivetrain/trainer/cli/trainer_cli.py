@@ -447,7 +447,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the names of the subcommands, and for each the Trainer arguments that get no command-line options."""
+        """Return the subcommands, each with the arguments of its Trainer method that get no command-line option."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -457,7 +457,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Pass optimizer and scheduler options to the task arguments that `link_to` of `add_optimizer_args` names.
+        """Link the optimizer and scheduler options to the task arguments named in `add_optimizer_args(link_to=...)`.
 
         Args:
             parser: The parser of a subcommand, or the main parser without subcommands.

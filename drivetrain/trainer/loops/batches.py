@@ -47,7 +47,7 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class LoaderSource:
-    """Creator of one stage's data loaders, from an argument of the Trainer's method, a data module or the task."""
+    """Provides the data loaders of one stage, from the Trainer method's arguments, the data module or the task."""
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
@@ -56,7 +56,6 @@ class LoaderSource:
         self.is_stale = False
 
     def is_defined(self) -> bool:
-        """Return True if there are loaders for this stage, from the user, the data module or the task."""
         method = self._stage.loader_name
         return (
             self._given is not None
@@ -319,7 +318,7 @@ class _SameOrder(Sampler[Any]):
 
 
 def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
-    """Return a loader that repeats the batches of its first epoch in all epochs, for `overfit_batches`.
+    """Return a loader that repeats its first epoch's batches in every epoch, as `overfit_batches` requires.
 
     A shuffling loader then reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch
     sampler or an iterable dataset are returned unchanged. In a dict, list or `CombinedLoader`, each loader is replaced.
@@ -387,7 +386,7 @@ FOREVER = float("inf")
 
 
 def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
-    """Return the number of batches that this rank trains on per epoch, or infinity if it is unknown."""
+    # Infinity if the length is unknown.
     limit = trainer.overfit_batches or trainer.limit_train_batches
     name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
     return batches_to_run(length_of(loader), limit, name)
@@ -482,7 +481,7 @@ class TrainingBatches:
         self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[PendingBatch], None, None]:
-        """Yield one list of micro-batches for each optimizer step of an epoch.
+        """Iterate over an epoch's batches in groups, each with the micro-batches of one optimizer step.
 
         A list is complete before its first micro-batch is processed, so its size is known. Each batch moves to the
         device only when it is processed.

@@ -187,7 +187,6 @@ class EvaluationLoop:
             self.forget()
 
     def forget(self) -> None:
-        """Release the evaluation loaders and stop their worker processes."""
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
@@ -428,7 +427,7 @@ class PredictionLoop:
         self._feed: Feed
 
     def run(self) -> list[Any]:
-        """Run the prediction, and return the outputs of `predict_step` in the order of the data."""
+        """Run the prediction loop over all loaders. Return the outputs of `predict_step` in the order of the data."""
         trainer, hooks = self._trainer, self._trainer.hooks
         if self._limit == 0:
             trainer.current.evaluation_batches.pop(Stage.PREDICT, None)

@@ -112,7 +112,7 @@ class FitLoop:
             self._hooks.call("on_train_end")
 
     def run_epoch(self) -> None:
-        """Train for one epoch, or for the rest of the epoch in which a resumed checkpoint was saved."""
+        """Train for one epoch. After a resume, train on the batches that are left in the checkpoint's epoch."""
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self.batches
         is_again = self.is_resuming
         if not self._begin_epoch():

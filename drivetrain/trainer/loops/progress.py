@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """Part of a training epoch that a run has reached, such as its batches or the hooks at its end.
+    """Progress of a run within a training epoch, from its batches to the last hooks at its end.
 
     Saved in checkpoints, so that a resumed run knows which parts of the epoch are left.
 
@@ -124,7 +124,7 @@ def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
 
 @dataclass(slots=True, eq=False)
 class CurrentRun:
-    """Present state of a run: its stage, its current batch and the lengths of its loaders.
+    """Current state of a run: its stage, its batch and the lengths of its loaders.
 
     Attributes:
         stage: The current stage, or None between two runs.
@@ -169,7 +169,6 @@ class CurrentRun:
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Set the run's stage for the `with` block, such as a validation within training."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -261,7 +260,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """Predictor of how many samples and tokens the next step has, for callbacks with intervals in these units.
+    """Predicts how many samples and tokens the next step will process, for intervals given in these units.
 
     Also detects the last step of an epoch.
     """

@@ -143,7 +143,7 @@ class EvaluationEnded(Exception):
 
 
 class EvaluationWatch:
-    """Exchange of signals such as Ctrl-C between ranks during a validation, so that all ranks stop together.
+    """Shares signals, such as Ctrl-C, between all ranks during a validation, so that the ranks stop together.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -332,11 +332,10 @@ class RunControl:
 
     @property
     def stops_by_request(self) -> bool:
-        """True if a callback or `max_time` ends the run, rather than a signal or another limit."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Ask the run to stop training after the current step, and record the reason `by` in words.
+        """Request that training stops after the current step, for the reason `by`.
 
         The request of one rank stops all ranks, but not before `min_epochs` and `min_steps`.
 
@@ -432,7 +431,7 @@ class RunControl:
 
     @property
     def needs_polling(self) -> bool:
-        """True if training must regularly check `max_time` or the stop requests of other ranks."""
+        # `max_time` and the stop requests of other ranks must be checked regularly.
         return self._world_size > 1 or self.options.max_time is not None
 
     @property
@@ -636,7 +635,6 @@ def announce_start(trainer: Trainer, task: Task) -> None:
 
 
 def announce_end(trainer: Trainer) -> None:
-    """Log the last lines of `fit`, such as why it ended and the checkpoint to use."""
     if not trainer.is_global_zero:
         return
     level = logging.ERROR if trainer.control.reason is StopReason.FAILED else logging.INFO
@@ -645,7 +643,7 @@ def announce_end(trainer: Trainer) -> None:
 
 
 def last_lines(trainer: Trainer) -> list[str]:
-    """Return the lines that `fit` logs last, such as why it ended and the checkpoint to use."""
+    """Return the closing messages of `fit`: why training ended, and which checkpoint to use."""
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
     taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
@@ -709,7 +707,6 @@ class ValidationSchedule:
 
     @property
     def follows_a_clock(self) -> bool:
-        """True if `val_check_interval` is a time rather than a count."""
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
@@ -763,7 +760,7 @@ class ValidationSchedule:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the time between validations has passed, by this rank's clock."""
+        # By this rank's clock. Other ranks may differ.
         return self._after is not None and time.monotonic() - self._validated_at >= self._after.total_seconds()
 
     @property
@@ -782,7 +779,7 @@ class ValidationSchedule:
 
     @property
     def is_pending(self) -> bool:
-        """True if `val_check_interval` demands a validation now, before the next training batch.
+        """True if `val_check_interval` requires a validation before the next training batch.
 
         After a resume that means that the checkpoint was saved between a batch and its validation.
         """
@@ -860,7 +857,7 @@ class Finiteness:
 
 
 class EpochHealth:
-    """Check after each training epoch that weights are finite and steps were taken."""
+    """Checks at the end of each training epoch whether weights are finite and optimizer steps were taken."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._trainer, self._task = trainer, task

@@ -53,7 +53,7 @@ class StepWithoutLoss(StepVetoed):
 
 
 class ClosureStep(PlainStep):
-    """Optimizer step for optimizers that call a closure, such as L-BFGS."""
+    """Performs training steps with an optimizer that calls a closure, such as L-BFGS."""
 
     _keeps_window = True
     _announced: PendingBatch | None = None
@@ -193,7 +193,7 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
 
 
 class ScheduledStep(PlainStep):
-    """Runner of optimizer steps in which the strategy orders all forwards and backwards, as pipelines do.
+    """Performs training steps with strategies that order the forward and backward passes, as pipelines do.
 
     Only the ranks of the last pipeline stage finish `training_step`. All other ranks receive its outputs and logged
     values.
@@ -303,7 +303,7 @@ class _Part(NamedTuple):
 
 
 class SplitStep(PlainStep):
-    """Runner of optimizer steps that splits a batch into smaller parts until each part fits into memory.
+    """Performs training steps on batches that are split into ever smaller parts until each part fits into memory.
 
     Used with `Trainer(auto_micro_batch=True)`. If any rank runs out of memory, all ranks restore their state, double
     the number of parts and start the step again. Gradients are averaged over ranks only after all of them succeed.

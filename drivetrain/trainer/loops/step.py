@@ -132,10 +132,10 @@ class DummyLoss:
         self.was_dummy = False
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `step` with a zero loss in place of None, so that a rank that skips a batch joins the all-reduce.
+        """Wrap `step` so that a rank that skips a batch, by returning None, still takes part in the all-reduce.
 
-        The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
-        part in the backward.
+        A zero loss replaces None. It is computed from the output of the forward. DDP searches that output for the
+        parameters that take part in the backward.
         """
         presence = self._presence
 
@@ -188,7 +188,7 @@ def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
 
 
 class DataEnded(Exception):
-    """Exception that ends the loop over batches, since a step with `dataloader_iter` found no further batch."""
+    """Raised if a step that takes `dataloader_iter` asks for a batch after the last one, to end the loop."""
 
 
 Following = Callable[[], tuple[Any, int, int] | None]
@@ -231,7 +231,7 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """Iterator over an evaluation loader's batches, from which a step with `dataloader_iter` may take more."""
+    """Iterator over an evaluation loader, shared by the loop and by steps that fetch batches by `dataloader_iter`."""
 
     def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
         self._batches, self._loader, self._current = iter(batches), loader, current
@@ -265,7 +265,7 @@ class Feed:
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Discard what a task logs and adds to its metrics in the `with` block, for batches that must not count."""
+    # Logged values and metric updates in the `with` block are discarded.
     before = logged.skips
     logged.skips = True
     try:
@@ -327,7 +327,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """Runner of the optimizer steps of a task with automatic optimization, and base class of other runners.
+    """Performs the training steps of a task with automatic optimization. Base class of the other step classes.
 
     The constructor makes all choices that stay equal during a run, so that each step runs only what it needs.
     """
@@ -392,7 +392,7 @@ class PlainStep:
         self._shards = shards  # determines the weight of each rank's loss
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Train on the micro-batches in `window` for one optimizer step. Return False if no optimizer was stepped."""
+        """Train on the micro-batches in `window`, and return True if an optimizer step was taken."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
@@ -569,7 +569,7 @@ class PlainStep:
 
 
 class ManualStep(PlainStep):
-    """Training step of a task that runs backward and steps the optimizers itself."""
+    """Performs the training steps of a task that calls backward and the optimizers itself."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         task, model = self._task, self._trainer.task_run.model

@@ -27,7 +27,7 @@ from drivetrain.trainer.metrics.transfer import on_cpu, to_lists, to_numbers, wi
 
 @dataclass(frozen=True)
 class LogScope:
-    """Place in a run, such as `training_step`, with the default options of `self.log` calls made there.
+    """Rules for `self.log` in one hook or step, such as `training_step`: the stage and the default options.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -73,7 +73,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(slots=True, eq=False)
 class LoggedValue:
-    """Values and options of one name that a task logs with `self.log` in one stage, such as training.
+    """Values that a task has logged under one name in one stage, such as training, and their options.
 
     The values are detached tensors that stay on their device until they are reduced.
     """
@@ -222,7 +222,7 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """One name's value for a whole epoch, reduced over the values that all ranks logged with `self.log`."""
+    """Value of one metric for a whole epoch, computed from all values logged under the metric's name."""
 
     name: str
     epoch_name: str  # with the suffix `_epoch` if the value of each step is kept too
@@ -307,10 +307,7 @@ def moment_of(scope: LogScope) -> str:
 
 
 class EvaluationCounts(dict[str, int]):
-    """Numbers of evaluated batches, by stage and loader.
-
-    Validations within `fit` are counted separately.
-    """
+    # Evaluated batches by stage and loader. Validations within `fit` are counted separately.
 
     alone = False
 
@@ -502,7 +499,6 @@ class LoggedValues:
             del self.__dict__["log"]
 
     def rows_of_batch(self) -> int:
-        """Return the number of rows in the current batch, the default weight in a mean."""
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
@@ -552,7 +548,7 @@ class LoggedValues:
             self._record = None
 
     def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
-        """Repeat calls of `self.log` that another rank of a pipeline has recorded."""
+        """Log the values that another rank of the pipeline has recorded, as if this rank's task had logged them."""
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
             if metric is not None:
@@ -798,7 +794,7 @@ class LoggedValues:
         )
 
     def finished_metrics(self, task: nn.Module) -> list[str]:
-        """Return the module paths of metrics whose epoch is over, but which have not been reset yet."""
+        # Their epoch is over, but they have not been reset yet.
         over = {id(metric) for metric in self._finished}
         return [path for path, module in task.named_modules() if id(module) in over]
 
@@ -883,7 +879,7 @@ class _Call(NamedTuple):
 
 
 class MicroBatchLog:
-    """Buffer of `self.log` calls in a micro-batch that is computed in parts, so that values count once."""
+    """Collects the `self.log` calls from all parts of a split micro-batch, to log each value only once."""
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged

@@ -28,7 +28,7 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
 
 
 def restrict_sync(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Let `metrics` merge only the states of `ranks`, so that no sample counts twice. Return a function to undo it.
+    """Synchronize `metrics` only between `ranks`, so that no sample counts twice. Return an undo function.
 
     The other ranks saw the same batches, whose samples would count several times. Used for metrics that a task computes
     itself. Metrics with their own `process_group` or `dist_sync_fn` are left alone.

@@ -78,7 +78,7 @@ class TrackerLog:
         self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
-        """Write the current step's values to the trackers, if `log_every_n_steps` selects it."""
+        """Write the current step's logged values to the trackers, unless `log_every_n_steps` skips the step."""
         trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return

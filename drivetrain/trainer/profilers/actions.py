@@ -27,7 +27,7 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Link between a run and the Trainer's profiler, which measures the run's hooks and steps.
+    """Measures the hooks and steps of a run with the Trainer's profiler.
 
     Parts of the run wrap their functions once, before the loop. Without a profiler, functions are returned unchanged,
     so that profiling costs nothing.
@@ -53,13 +53,12 @@ class Actions:
     # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """Return the profiler's name of a callback hook, such as `[Callback]Timer.on_fit_start`."""
+        """Return the name by which the profiler records a callback's hook, such as `[Callback]Timer.on_fit_start`."""
         # The class name alone is ambiguous if there are several callbacks of a class.
         twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """Return the profiler's name of a strategy method, such as `[Strategy]DDP.backward`."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:

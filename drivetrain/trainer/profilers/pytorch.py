@@ -157,7 +157,7 @@ class PyTorchProfiler(Profiler):
 
     @property
     def function_events(self) -> EventList | None:
-        """Events recorded in all traces so far, or None before the first trace."""
+        """All events that the profiler has recorded, as one list, or None before the first trace."""
         if not self._events:
             return None
         first = self._events[0]

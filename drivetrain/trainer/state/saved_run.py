@@ -53,7 +53,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
 
 
 def merge_saved_ranks(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """Return this rank's share of a checkpoint's logged values and metric states, if the number of ranks changed.
+    """Return this rank's part of a checkpoint's logged values and metrics, if the number of ranks has changed.
 
     Also used if only the layout of the ranks has changed. Each saved rank is assigned to exactly one rank of this run,
     so that sums over an epoch stay complete. Return {} if the checkpoint has no logged values.
@@ -213,7 +213,7 @@ logger = get_logger(__name__)
 
 
 class Directories(CheckpointFormat):
-    """Default checkpoint format, which writes a directory."""
+    """Default checkpoint format, in which each checkpoint is a directory."""
 
     name = "drivetrain"
 
@@ -301,7 +301,7 @@ def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any
 
 
 class SavedRun:
-    """Checkpoint from which `fit` resumes or an evaluation loads weights.
+    """Checkpoint that a run has opened, to resume training or to load weights for an evaluation.
 
     The parts are restored one after another, while the run is set up. A checkpoint of an `Accelerator` has no entries
     of a Trainer. The run then takes its position from the training loader, and counts steps from 0 or from the
@@ -508,7 +508,7 @@ def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str,
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Return a copy of a loader's state dict whose position is the first batch of the given epoch."""
+    """Return a copy of a data loader's saved state that points to the first batch of `epoch`."""
     if "loaders" in state:
         return {
             **state,
@@ -544,7 +544,7 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """Return the path of a checkpoint given as `"best"`, `"last"`, `"auto"` or a path.
+    """Return the path of the checkpoint that `given` names: `"best"`, `"last"`, `"auto"` (the newest) or a path.
 
     All ranks must call this together, since `"auto"` runs a collective.
 

@@ -93,7 +93,7 @@ class LRFinder:
         return int(places[((losses[after] - losses[before]) / (after - before)).argmin()])
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Plot the loss against the learning rate, and return the matplotlib figure.
+        """Plot the loss against the learning rate into `ax` or a new figure, and return the matplotlib figure.
 
         Args:
             suggest: If True, mark the suggested rate.
@@ -135,7 +135,7 @@ SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Find the learning rate at which the loss falls fastest, by training with rising rates, and set it.
+    """Train with rising learning rates. Return the losses and the rate at which the loss falls fastest.
 
     `tried` describes the search: the range of rates, the number of steps and the attribute to set. Everything else in
     the run is restored.
@@ -246,7 +246,7 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Add a step's loss to the moving average. Return False if the average has exploded, to end the search."""
+        # Returns False if the mean has exploded, which ends the search.
         if loss is None:
             return True
         self._count += 1

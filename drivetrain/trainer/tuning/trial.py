@@ -143,7 +143,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Restore the run's whole state after the `with` block, even after an error, so that a search changes nothing.
+    """Save the state of the run, and restore it after the `with` block, so that a trial run changes nothing.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective. If `trains`
@@ -239,11 +239,11 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
 
 
 class MissingAttributeError(ConfigurationError, AttributeError):
-    """Raised if neither task nor data module has an attribute for the learning rate or batch size to set."""
+    """Raised if a search finds no attribute to set, such as `lr` or `batch_size`, in the task or data module."""
 
 
 class TunedAttribute:
-    """Attribute such as `batch_size` that a search sets wherever it exists: in task, data module and `hparams`."""
+    """Attribute, such as `batch_size`, that a search sets on the task, the data module and their `hparams`."""
 
     def __init__(self, name: str, task: Task, data: DataModule | None) -> None:
         self.name = name

@@ -78,7 +78,7 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder | None:
-        """Search for a learning rate by training with rates that rise after each optimizer step.
+        """Search for a good learning rate by training with rising rates, and return the loss at each rate.
 
         Args:
             model: Task to train.
@@ -129,7 +129,7 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Search for the largest batch size that fits into memory.
+        """Search for the largest batch size that fits into memory, set it in the task or data module, and return it.
 
         Args:
             model: Task to run.
@@ -274,7 +274,7 @@ PATIENCE = 60.0
 
 
 def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
-    """Search for the largest batch size that fits into memory, set it and return it. `tried` has the limits.
+    """Find the largest batch size, within the limits of `tried`, that fits into memory. Set and return it.
 
     The batch size is an attribute of the task or its data module. All ranks must call this together, after the task is
     placed. Everything else is restored.
