@@ -41,7 +41,7 @@ def config(context: click.Context, config_file: str | None) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @click.pass_obj
 def default(group_file: str | None, config_file: str | None, mixed_precision: str, overwrite: bool) -> None:
-    """Write a configuration file with default settings for this machine, without asking questions."""
+    """Write a launch configuration file with default settings for this machine, without asking questions."""
     path = _file(config_file or group_file)
     precision = SETTINGS["mixed_precision"].parse(mixed_precision, "--mixed_precision")
     if path.exists() and not overwrite:
@@ -66,7 +66,7 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
 @_FILE
 @click.pass_obj
 def update(group_file: str | None, config_file: str | None) -> None:
-    """Rewrite a launch configuration file that an older version wrote, with the current names of its keys."""
+    """Rewrite an older launch configuration file with the current key names. A JSON file is converted to YAML."""
     path = _file(config_file or group_file)
     values = read_config(path)
     _write(path.with_suffix(".yaml") if path.suffix == ".json" else path, values)
@@ -114,8 +114,6 @@ def _terminal() -> Terminal:
 
 
 class Terminal:
-    """Prompts in the terminal for the questions of `drivetrain config`."""
-
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         import questionary
 
@@ -127,13 +125,6 @@ class Terminal:
         return bool(self._answer(questionary.confirm(question, default=default)))
 
     def enter(self, question: str, name: str, default: str) -> Any:
-        """Ask the user for the value of a launch setting, until it is valid.
-
-        Args:
-            question: The text of the prompt.
-            name: The name of the setting.
-            default: The text to start with.
-        """
         import questionary
 
         setting = SETTINGS[name]

@@ -46,7 +46,7 @@ _OTHERS = re.compile(
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("-", "_")})
 @click.option("--config_file", type=click.Path(), help="Configuration file to show. Default: the user's own.")
 def env(config_file: str | None) -> None:
-    """Show versions, devices and settings, and the source of each setting.
+    """Show the versions, devices and settings that drivetrain uses, and where each setting comes from.
 
     Keys, tokens and passwords are hidden, and the home directory is shown as `~`, so that you can share the report.
     """

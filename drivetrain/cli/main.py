@@ -118,7 +118,7 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(drivetrain.__version__, prog_name="drivetrain")
 def cli() -> None:
-    """Train PyTorch models on any hardware."""
+    """Command line of drivetrain: launch, configure, check and inspect training runs of PyTorch models."""
 
 
 @click.command()

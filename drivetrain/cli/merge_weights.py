@@ -45,10 +45,11 @@ def merge_weights(
     unsafe_serialization: bool,
     remove_checkpoint_dir: bool,
 ) -> None:
-    """Export the weights of CHECKPOINT, of any strategy and number of processes, as safetensors files into OUTPUT.
+    """Export the model weights of CHECKPOINT into the folder OUTPUT, as safetensors files.
 
-    CHECKPOINT may also be a sharded FSDP checkpoint of torch (a pytorch_model_fsdp_0 folder, or its parent), or a
-    checkpoint of DeepSpeed's engine. Nothing in the files is executed.
+    CHECKPOINT may have been saved with any strategy and number of processes. It may also be a sharded FSDP checkpoint
+    of torch (a pytorch_model_fsdp_0 folder, or its parent), or a checkpoint of DeepSpeed's engine. Nothing in the files
+    is executed.
     """
     from drivetrain.checkpoint import consolidate
 

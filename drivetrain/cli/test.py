@@ -41,7 +41,7 @@ _ADVICE = {
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 def test(flags: tuple[str, ...]) -> int:
-    """Check the configured setup with a short training run, and compare the results with a single process.
+    """Test the launch configuration: train briefly with it, and compare the results with those of one process.
 
     FLAGS are those of `drivetrain launch`. The checks cover ranks, devices, exact collectives and data sharding. Losses
     must equal those of one process in plain PyTorch, all processes must end with equal models, and a checkpoint must

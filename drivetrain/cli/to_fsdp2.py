@@ -65,7 +65,7 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a configuration dict from FSDP 1 to FSDP 2, with a list of the changes.
+    """Convert a configuration dict from FSDP 1 to FSDP 2. Return the new dict and a list of the changes.
 
     Args:
         config: The contents of a configuration file, with an `fsdp_config` of version 1.

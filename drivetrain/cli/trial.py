@@ -35,7 +35,7 @@ LOW_PRECISION = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of `drivetrain test`, with an explanation.
+    """Outcome of one check that `drivetrain test` runs: whether the check passed, and a message.
 
     Attributes:
         name: Name of the check.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of a training strategy such as FSDP, from which the planner derives variants and launch flags.
+    """Properties of a training strategy, such as FSDP, which tell `drivetrain plan` what options to try.
 
     Attributes:
         class_name: Name of its class in Python, or an empty text if its name is enough.
@@ -150,7 +150,7 @@ class Candidate:
         return made
 
     def python(self) -> str:
-        """Return Python code that creates a Trainer for this way to train: its strategy, precision and batch size."""
+        """Return a Python example that trains with this candidate's strategy, precision and batch size."""
         options = self._options()
         if self.tp > 1:
             options["tp_plan"] = "auto"
@@ -192,7 +192,7 @@ class Candidate:
         }
 
     def configuration(self, cluster: Cluster) -> dict[str, Any]:
-        """Return a launch configuration file, as a dict, for this way to train on the devices of `cluster`.
+        """Return the settings of a launch configuration file, as a dict, to train with this candidate on `cluster`.
 
         Args:
             cluster: The devices.
@@ -219,7 +219,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a model, such as its number of blocks, that decide which strategies can train the model.
+    """Properties of a model, from which the planner decides what strategies can train the model.
 
     Attributes:
         blocks: Number of repeated blocks.
@@ -246,7 +246,7 @@ def candidates(
     precisions: Sequence[str] = ("bf16",),
     recompute: Sequence[bool] = (False, True),
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the possible ways to train a model with these `facts` on a cluster, and why others are impossible.
+    """Return the combinations of settings that can train a model on a cluster, and why others cannot.
 
     Args:
         cluster: The devices.

@@ -67,7 +67,7 @@ _VARIED = ("batch", "seq", "world")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--output", metavar="FILE", help="Write a page about the plan to this HTML file.")
 def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -> int:
-    """Say which strategy fits a model on given devices, and how fast it trains, without the devices.
+    """Predict which strategies can train a model on given devices, and how fast, without using the devices.
 
     SOURCE is a script, the config.json of a transformers model or its folder, or package.module:Class. One optimizer
     step of each strategy runs on tensors without memory. Nothing is downloaded, and no weights are allocated.
@@ -218,12 +218,6 @@ def _epoch(best: Result, made: Plan, options: dict[str, Any]) -> list[str]:
 
 
 def table(results: Sequence[Result], unit: str) -> list[str]:
-    """Format results as the lines of a text table.
-
-    Args:
-        results: The results.
-        unit: What speed is counted in.
-    """
     rows = [["candidate", "devices", "memory", "of", "", f"{unit}/s", "step", "waits", "peak at"]]
     for result in results:
         first = [result.candidate.label, str(result.cluster.world_size)]

@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Number of devices of all machines."""
+        """Total number of devices in the cluster: the devices of one machine times the number of machines."""
         return self.devices * self.machines
 
     def with_world_size(self, count: int) -> Cluster:
@@ -200,7 +200,7 @@ _KEYS = {
 
 
 def read_hardware(text: str) -> Cluster:
-    """Return the cluster that a text such as `"8xH100-80GBx4"` or a YAML file describes.
+    """Create a `Cluster` from a text such as `"8xH100-80GB"`, meaning eight H100 GPUs, or from a YAML file.
 
     Args:
         text: The devices of a machine, and after a second `x` the number of machines. `"this"` measures this machine.
@@ -274,7 +274,7 @@ def _refuse_unknown(given: Mapping[str, Any], allowed: set[str], path: Path) -> 
 
 
 def measure_this(seconds: float = 10.0) -> Cluster:
-    """Measure the memory and speed of this machine's devices, and return a `Cluster` to plan for this machine.
+    """Measure the memory and speed of this machine's devices for about `seconds`, and return a `Cluster`.
 
     Links between the devices are not measured: they get the speed of copies within a device.
 
@@ -303,7 +303,7 @@ def measure_this(seconds: float = 10.0) -> Cluster:
 
 
 def _rate(run: Callable[[], Any], seconds: float, device: torch.device) -> float:
-    """Return how often per second a function runs on a device. The first call is not counted."""
+    # Returns calls per second. The first call is not counted.
 
     def wait() -> None:
         if device.type != "cpu":

@@ -159,7 +159,7 @@ class Catch(observer.Observer):
 
 
 class ScriptTask(nn.Module):
-    """Module that calls a script task's `training_step` with `self.log` turned off, since no Trainer exists.
+    """Module that runs the `training_step` of a task without a Trainer: calls of `self.log` do nothing.
 
     Args:
         task: The task.
@@ -191,7 +191,7 @@ class LoopTask(PlannedTask):
 
 
 def load_script(workload: Workload) -> Loaded:
-    """Run a workload's script up to its first training batch, and return its model, batch and optimizer.
+    """Run the script of `workload` until its first training batch, and return its model, batch and optimizer.
 
     Its parameters are built on the meta device, unless `real_init` is set.
 

@@ -27,7 +27,7 @@ STEPS, WARM_UP = 10, 3
 
 
 def measure(workload: Workload, cluster: Cluster, precision: str, batch: int) -> tuple[float, float]:
-    """Train for a few steps in this process, and return the measured and the predicted seconds per step.
+    """Train a few steps on this machine. Return the step's measured seconds and the planner's prediction.
 
     Call it in a process of its own, which uses all cores meanwhile.
 

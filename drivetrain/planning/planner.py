@@ -26,7 +26,7 @@ from drivetrain.runtime.host import as_bytes
 
 @dataclass(frozen=True)
 class Result:
-    """Predicted memory and speed of one way to train a model, with the memory that a device offers.
+    """Predicted memory and speed of training a model with one combination of strategy and settings.
 
     Attributes:
         candidate: The candidate.
@@ -112,12 +112,12 @@ class Plan:
 
     @property
     def best(self) -> Result | None:
-        """The fastest way to train the model that fits in the devices' memory, or None if no way fits."""
+        """The fastest result whose predicted memory fits in the devices, or None if all need too much memory."""
         return self.results[0] if self.results and self.results[0].fits else None
 
     @property
     def advice(self) -> str:
-        """Sentence for the user: the fastest strategy that fits in the devices' memory, or how to make one fit."""
+        """A sentence that recommends the fastest strategy that fits in memory, or says what to change if none fits."""
         best = self.best
         counted = [result for result in self.results if result.estimate is not None]
         if best is None or best.estimate is None:
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """Unit of the training speed: `"tokens"`, or `"rows"` if the batches hold no tokens."""
+        """Unit in which training speed is counted: `"tokens"`, or `"rows"` if the model's batches contain no tokens."""
         tokens = max((r.estimate.tokens for r in self.results if r.estimate is not None), default=1)
         return "tokens" if tokens > 1 else "rows"
 
@@ -276,7 +276,7 @@ def plan(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Return which strategies fit a model on given devices, and how fast they train it.
+    """Predict which strategies can train a model on the given devices, and how fast. Return a `Plan`.
 
     The strategies run one optimizer step on fake tensors, which have no memory, in a fake process group. No device and
     no weights are needed.
@@ -452,7 +452,7 @@ def _bisect(at: Callable[[int], Result], unit: int) -> Result | None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Predicted time and price of a training epoch, and how often to save checkpoints.
+    """Predicted time and price of one training epoch, and the interval at which to save checkpoints.
 
     Attributes:
         seconds: Seconds of training.
@@ -472,7 +472,7 @@ class Epoch:
 def epoch_of(
     result: Result, count: float, price: float | None = None, mean_hours_between_failures: float | None = None
 ) -> Epoch:
-    """Predict the time and price of a training epoch from a plan's result, and how often to save checkpoints.
+    """Predict the time and price of training on `count` tokens or rows, and how often to save checkpoints.
 
     The interval between checkpoints is that of Young (1974): the root of twice the time of a checkpoint times the mean
     time between failures of the cluster.

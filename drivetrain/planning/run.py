@@ -113,7 +113,7 @@ class Estimate:
 def estimate(
     workload: Workload, candidate: Candidate, cluster: Cluster, seq: int | None = None, full: bool = False
 ) -> Estimate:
-    """Predict the memory and time of a workload's training step, if it trains on a cluster as `candidate` says.
+    """Predict the memory and duration of one training step with the settings of `candidate` on `cluster`.
 
     Call it in a process of its own: it starts and ends fake process groups. Of a model with many equal blocks, two
     smaller ones run, and the result is extrapolated.
@@ -431,7 +431,6 @@ class _Steps:
         self._recorder.add([list(state.values()) for state in self._optimizer.state.values()], "optimizer")
 
     def step(self, microbatches: list[Any]) -> None:
-        """Run one training step on fake tensors, from the forward pass to the optimizer's step."""
         view = self._strategy.view(self._model, "train")
 
         def run(batch: Any, probe: bool = False) -> Tensor:
@@ -465,7 +464,7 @@ _RETURNS_FULL = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "softmin
 
 
 class AcceleratorCasts(TorchFunctionMode):
-    """Mode in which CPU autocast uses float32 where CUDA autocast does, so that predicted memory is a GPU's."""
+    """Mode that lets CPU autocast compute in float32 where CUDA autocast would, to predict the memory of a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -522,7 +521,7 @@ def _allocated(value: Any) -> Any:
 
 
 class Buckets:
-    """Imitation of DDP's gradient buckets in a simulated step, with one all-reduce for each complete bucket.
+    """Simulated gradient buckets of DDP, which run one all-reduce whenever all gradients of a bucket are ready.
 
     Args:
         model: The prepared model.

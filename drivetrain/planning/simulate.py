@@ -46,7 +46,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """Operation that `Recorder` has recorded in a training step, with the sizes that predict its duration.
+    """One operation of a training step, recorded by `Recorder`, with the sizes from which its time is predicted.
 
     Attributes:
         name: Name of the operator.
@@ -71,7 +71,7 @@ class Event:
 
 @dataclass
 class Step:
-    """Memory peaks, operations and collectives that `Recorder` has recorded in one training step of a process.
+    """Record of one process's simulated training step, from which the planner predicts memory and time.
 
     Attributes:
         peaks: Most bytes that were allocated at once, by phase and module, each with the bytes by kind.
@@ -105,7 +105,7 @@ def is_backward() -> bool:
 
 
 class ModuleNames:
-    """Tracker of the submodule whose forward or backward pass is running.
+    """Tracks which submodule is running forward or backward, so that the planner can name where memory peaks.
 
     Torch's `ModuleTracker` knows them, too, but its hooks keep activations alive until Python collects cycles. Here a
     node of the autograd graph belongs to the module that ran when the node was created.
@@ -230,7 +230,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def phase(self) -> str:
-        """Phase of the training step: `"forward"`, `"backward"`, or `"step"` in the optimizer."""
         return "step" if self.steps else "backward" if is_backward() else "forward"
 
     # Memory

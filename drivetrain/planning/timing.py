@@ -86,7 +86,7 @@ def time_of(
 
 
 class _Clock:
-    """Simulation of a device's streams, which finds when each operation of a step ends."""
+    """Simulates a device's streams on the recorded operations of a step, to predict the step's duration."""
 
     def __init__(self, cluster: Cluster, offload: bool = False) -> None:
         self._cluster, self._offload = cluster, offload

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Description of a training to plan: its model, inputs and optimizer, as the user has named them.
+    """Model, inputs and optimizer whose training the planner simulates, as the user has specified them.
 
     Attributes:
         source: A script, the config.json of a transformers model, or `package.module:Class`.
@@ -58,7 +58,7 @@ class Workload:
 
 
 class PlannedTask(nn.Module):
-    """Module that gives a bare model a `training_step`, which returns the loss, to simulate a training step."""
+    """Wrapper that gives a plain model a `training_step`, so that the planner can simulate its training."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PlannedTask(nn.Module):
 
 @dataclass
 class Loaded:
-    """Model, input batch and optimizer built from a `Workload`, with tensors that have shapes but no values.
+    """Model, input batch and optimizer that were built from a `Workload`, ready for the planner to simulate.
 
     Attributes:
         task: Module on the meta device, with the method `training_step`.
@@ -108,7 +108,7 @@ class Loaded:
         return tree_map(resized, self.batch)
 
     def tokens(self) -> int:
-        """Return the sequence length of the batch in tokens, or 1 if it has no token sequences."""
+        # Tokens per row: the length of the longest integer input with two dimensions, or 1 if there is none.
         return max(
             [1, *(each.shape[1] for each in tensors_of(self.batch) if each.dim() == 2 and not each.is_floating_point())]
         )

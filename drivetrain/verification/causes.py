@@ -17,7 +17,7 @@ _CLOSE = 1e-3
 
 @dataclass
 class Finding:
-    """Explanation of why two runs of a script differ: the first difference, its cause and its remedy.
+    """First difference that `drivetrain verify` found between two runs, with its cause and how to remove it.
 
     Attributes:
         cause: Short name of the cause.

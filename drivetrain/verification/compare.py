@@ -29,7 +29,7 @@ ALLOWED = 4.0
 
 @dataclass(frozen=True)
 class Run:
-    """Losses, gradients and weights that all processes of one run have recorded, to compare with another run.
+    """Record of one run of a script for `drivetrain verify`: losses, gradients and weights of all processes.
 
     Attributes:
         ranks: The record of each process, by rank.
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Number of processes, or groups of processes, that train on different batches."""
+        # Processes, or groups of processes, that train on different batches.
         return int(self.first.get("shards", 1))
 
     @cached_property
@@ -153,7 +153,7 @@ class Difference:
 
 
 def sizes_of_differences(found: Values, expected: Values) -> Iterator[tuple[float, str]]:
-    """Return the relative difference of each tensor that differs between two sets of tensors, and its name.
+    """Yield the relative size of the difference, and the name, of each tensor that differs between two runs.
 
     It is relative to the root mean square of the tensor, or to a hundredth of the largest one if that is more, because
     tensors that should be zero hold only rounding errors.
@@ -183,7 +183,7 @@ def relative(found: Values, expected: Values) -> tuple[float, str]:
 def difference(
     step: int, quantity: str, found: Run, expected: Run, arbitrary: Mapping[str, AbstractSet[int]] | None = None
 ) -> Difference | None:
-    """Return how much one quantity, such as the gradients, differs between two runs in one optimizer step.
+    """Measure how much a quantity, such as the gradients, differs between two runs in one optimizer step.
 
     Args:
         step: The step.

@@ -90,7 +90,7 @@ class _Seeded(_Around):
 
 
 def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_over: int | None = None) -> Any:
-    """Return a loader that joins every `shards` batches into one, for one process that replaces several.
+    """Merge every `shards` batches of a loader into one, so that one process trains on the batches of several.
 
     Its samples take random numbers from their index. Only loaders of samples with an index are reversed or uneven.
 
@@ -128,7 +128,7 @@ def joined(loader: Any, shards: int = 1, *, is_reversed: bool = False, uneven_ov
 
 
 def rows_of(batch: Any, rows: int | None) -> list[str] | None:
-    """Return a hash of each row of `batch`, by which the rows that two runs train on can be compared.
+    """Return a hash of each row of `batch`, to check whether two runs train on equal rows.
 
     None if the batch has no tensors with `rows` rows. Padding at the end of a row of token ids does not count, because
     batches of other sizes are padded to other lengths.
@@ -160,7 +160,7 @@ def _without_end(row: Tensor) -> Tensor:
 
 
 def counts_of(batch: Any) -> dict[str, float]:
-    """Return counts by which a loss may be divided: elements of integer tensors that are not -100 or not 0."""
+    # Numbers by which a script may divide its loss: the elements that are no padding (-100 or 0).
     found: dict[str, float] = {}
     for number, tensor in enumerate(_tensors(batch)):
         if not tensor.is_floating_point() and tensor.dim():

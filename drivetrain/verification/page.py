@@ -13,7 +13,7 @@ from drivetrain.verification.run import VerificationResult
 
 
 def page(result: VerificationResult, script: str) -> bytes:
-    """Return an HTML page about a comparison of two runs: verdict, cause, differences and their curves.
+    """Create the HTML report of a `drivetrain verify` result, with the cause and the curves of the differences.
 
     Args:
         result: The result to show.

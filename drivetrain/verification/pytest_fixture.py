@@ -14,7 +14,7 @@ from drivetrain.verification.run import verify as run
 
 @pytest.fixture
 def verify(tmp_path: Path) -> Callable[..., VerificationResult]:
-    """Provide the pytest fixture `verify`: a function that fails the test if a script's runs differ.
+    """Return a function that fails the test if `drivetrain.verify` finds that a script trains differently.
 
     The function takes the arguments of `drivetrain.verify`. It writes a page about each comparison into `tmp_path`.
     """

@@ -46,7 +46,7 @@ SEED = 20240
 
 @dataclass(frozen=True)
 class Recording:
-    """Options with which a process records a script's training steps, sent to the process as JSON.
+    """Options that `drivetrain verify` passes to each process, which records the script's training steps.
 
     Attributes:
         folder: Folder for the records, and for what the script saves.
@@ -76,7 +76,7 @@ class Recording:
 
 
 class SilentTracker(Tracker):
-    """Tracker that passes a script's logged values to the function `log`, and writes nothing."""
+    """Tracker that only forwards the logged values to the function `log`, and stores nothing."""
 
     in_background = False
 
@@ -127,7 +127,7 @@ def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def sums_of(tensor: Tensor) -> list[float]:
-    """Return at most 64 sums over parts of a tensor, which differ between two runs if their tensors differ.
+    """Reduce a tensor to at most 64 sums, so that tensors of two runs can be compared without storing either.
 
     Each is a sum over a part of the tensor with pseudorandom signs. This is a count sketch: the root of the sum of
     their squares is about the norm of the tensor. Tensors that differ, in a few elements or in many, have sums that

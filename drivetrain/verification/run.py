@@ -32,7 +32,7 @@ class ComparisonError(DrivetrainError):
 
 
 class ScriptFailed(ComparisonError):
-    """Error of `verify` if the compared script itself fails, for example with an exception.
+    """Raised by `verify` if the script itself fails in one of the runs, for example with an exception.
 
     Args:
         message: The message.
@@ -57,7 +57,7 @@ class OutOfMemory(ScriptFailed):
 
 @dataclass
 class VerificationResult:
-    """What `verify` has found: whether a script's two runs train the same, and why they differ if they do.
+    """Result of `verify`: whether a script trains equally in two runs, and if not, why.
 
     Attributes:
         verdict: `"identical"`, `"same"` up to rounding, or `"different"`.
@@ -86,7 +86,7 @@ class VerificationResult:
 
     @classmethod
     def of(cls, comparison: Comparison, again: Run, precision: str) -> VerificationResult:
-        """Create the result of `verify` from a comparison, and from a repeated run that shows random differences.
+        """Create the result of `comparison`, using the repeated run `again` to recognize random differences.
 
         Args:
             comparison: The comparison.
@@ -135,12 +135,12 @@ class VerificationResult:
         return cls("different", run.steps, error.processes, strategy, precision, finding, {})
 
     def assert_same(self) -> None:
-        """Raise `AssertionError`, with the cause, if `verify` found a difference larger than rounding."""
+        """Raise `AssertionError`, with the cause, if the two runs of the script differ beyond rounding errors."""
         if not self.is_same:
             raise AssertionError(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result's verdict, first difference and other fields as a dict of plain values, for JSON."""
+        """Return this result as a dict of plain values, which can be written as JSON."""
         kept = {name: value for name, value in vars(self).items() if name not in ("comparison", "finding")}
         return {**kept, "finding": None if self.finding is None else asdict(self.finding)}
 
@@ -254,7 +254,7 @@ def verify_all(
     timeout: float = 600.0,
     progress: Callable[[str], Any] = lambda _: None,
 ) -> dict[tuple[str, int], VerificationResult | ComparisonError]:
-    """Call `verify` with all combinations of `strategies` and `world_sizes`, and return the results.
+    """Call `verify` for every combination of `strategies` and `world_sizes` on a script, and return all results.
 
     All combinations share the runs on one process.
 
