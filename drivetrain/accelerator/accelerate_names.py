@@ -64,7 +64,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def strategy(self) -> FSDP:
-        """Return a `drivetrain.FSDP` strategy that is configured with this plugin's options.
+        """Create a `drivetrain.FSDP` strategy with the options of this `FullyShardedDataParallelPlugin`.
 
         Raises:
             ConfigurationError: An option is not supported.
@@ -80,7 +80,6 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """Return the plugin's options with the keys of `fsdp_config` in a launcher's YAML file."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
                 logger.warning_once(f"{name} has no effect, because checkpoints are always written in shards.")
@@ -93,6 +92,7 @@ class FullyShardedDataParallelPlugin:
         offload = self.cpu_offload
         if offload is not None and not isinstance(offload, bool | str):
             offload = bool(getattr(offload, "offload_params", True))  # torch's CPUOffload, or its CPUOffloadPolicy
+        # The keys are those of `fsdp_config` in a launcher's YAML file.
         return {
             "version": self.fsdp_version,
             "sharding_strategy": _name_of(self.sharding_strategy),
@@ -347,10 +347,9 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
 
 
 class FP8Handler:
-    """Base class of FP8 recipes, one of which can be passed in `Accelerator(kwargs_handlers=[...])`."""
+    """Base class of the options for training in FP8, such as `AORecipeKwargs` and `TERecipeKwargs`."""
 
     def precision(self) -> FP8:
-        """Return the `FP8` precision that has the options of this recipe."""
         raise NotImplementedError
 
 
@@ -410,7 +409,11 @@ class TERecipeKwargs(FP8Handler):
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Handler):
-    """FP8 recipe for MS-AMP. Its `opt_level` is `"O1"` or `"O2"` (default)."""
+    """Options for training in FP8 with the package MS-AMP.
+
+    Attributes:
+        opt_level: The optimization level of MS-AMP, `"O1"` or `"O2"` (default).
+    """
 
     opt_level: str | None = None
 
@@ -441,10 +444,7 @@ Handler = TypeVar("Handler")
 
 
 class DDPCommunicationHookType(str, Enum):
-    """DDP communication hooks to choose from.
-
-    They compress gradients before the all-reduce, to save time.
-    """
+    """Names of the communication hooks with which DDP can compress gradients before the all-reduce."""
 
     NO = "no"
     FP16 = "fp16"
@@ -577,7 +577,7 @@ class ProfileKwargs:
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        """Return a new `torch.profiler.profile` with these options.
+        """Create a `torch.profiler.profile` with the options of this `ProfileKwargs`.
 
         Raises:
             ConfigurationError: An activity is unknown.
@@ -702,10 +702,6 @@ def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
-    """Return the fields of a `kwargs_handlers` object as keyword arguments.
-
-    For None, the dict is empty.
-    """
     return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
 
 
@@ -713,7 +709,7 @@ def handler_options(handler: Any) -> dict[str, Any]:
 
 
 class DynamoBackend(str, Enum):
-    """Backends of `torch.compile` that can be selected by name, such as `"inductor"`."""
+    """Names of the backends of `torch.compile`, such as `DynamoBackend.INDUCTOR`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -817,7 +813,7 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """Launch settings of this process, which a launcher has passed to it in environment variables."""
+    """Options of the launch command, which this process reads from environment variables."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
@@ -867,7 +863,6 @@ class Launched:
 
     @property
     def compilation(self) -> Compilation | None:
-        """The launcher's options for `torch.compile`, or None if it selects no compilation."""
         backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
@@ -904,11 +899,11 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """Return the strategy for the given plugins. Options they leave unset come from the launcher."""
         if parallelism is not None and fsdp is None:
             fsdp = self.fsdp
         elif fsdp is not None and parallelism is None:
             parallelism = self.parallelism
+        # Options that a plugin leaves unset come from the launcher.
         return strategy_of_plugins(
             _filled(fsdp, self.fsdp),
             _filled(deepspeed, self.deepspeed),

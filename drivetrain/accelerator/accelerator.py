@@ -178,7 +178,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """Mixin of `Accelerator` for the processes of a run, their ranks and devices."""
+    """Base class of `Accelerator` with the methods that concern processes: ranks, devices and barriers."""
 
     state: AcceleratorState
 
@@ -363,7 +363,10 @@ class StateSaving:
 
     @property
     def save_queue(self) -> checkpoint.SaveQueue:
-        """Checkpoints that are still being written. `finish()` waits for them, and `check()` raises their errors."""
+        """The queue of checkpoints that are being written in the background.
+
+        Its method `finish()` waits for all of them, and `check()` raises the errors of failed ones.
+        """
         return checkpoint.save_queue(self.state)
 
     def save_state(
@@ -571,7 +574,7 @@ class EngineStatus:
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This process's rank among those that each hold a different shard of the same parameters."""
+        """The rank of this process in the mesh dimension `dp_shard`, over which FSDP shards parameters."""
         return grid_rank(self.strategy, "dp_shard")
 
     @property
@@ -864,7 +867,7 @@ class ModelHandling:
         self.tracking.leave()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
-        """Save an object, such as a dict of tensors, to a file.
+        """Save an object to a file on the main process, with `torch.save` or in the safetensors format.
 
         Only the main process writes the file. With `ProjectConfiguration(save_on_each_node=True)`, the first process of
         each machine saves it.
@@ -904,7 +907,7 @@ class ModelHandling:
         self.optimizer_step.fused_backward(loss, learning_rate)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose backward passes reduce gradients even if the forward pass ran in `no_sync`.
+        """Return a context manager in which `backward` reduces gradients, even after a forward in `no_sync`.
 
         Use it if a script finds out only after the forward pass that an optimizer step follows.
 
@@ -1066,7 +1069,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     # prepare
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers for distributed training.
+        """Wrap models, optimizers, data loaders and schedulers for distributed training, and return them.
 
         Args:
             *objects: Modules, optimizers, DataLoaders and learning-rate schedulers. Other objects are returned
@@ -1251,7 +1254,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context manager for loops in which processes run out of batches unevenly.
+        """Return a context manager for a loop in which some processes have more batches than others.
 
         Args:
             joinables: The prepared models.

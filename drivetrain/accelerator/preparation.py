@@ -113,7 +113,6 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the settings of the last Accelerator, and with `reset_partial_state=True` the process state too."""
         cls.registry().pop(_ENGINE, None)
         if reset_partial_state:
             super()._reset_state()
@@ -162,10 +161,7 @@ class AcceleratorState(PartialState):
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The Megatron-LM plugin in use, from the script or the launcher.
-
-        None if there is no such plugin.
-        """
+        """The `MegatronLMPlugin` that the script or the launcher has configured, or None."""
         return self.record.plugins.get("megatron_lm_plugin")
 
     @property
@@ -191,7 +187,7 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """Always None, because `accelerator.state` does not offer the device mesh. Kept for existing scripts."""
+        """Always None. This property exists only so that existing scripts can read it."""
         return self.record.plugins.get("device_mesh")
 
     @property
@@ -287,7 +283,6 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Restore a module's own `forward`, if `wrap_forward` has replaced it."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 
@@ -525,7 +520,7 @@ class PreparationOptions:
 
 
 class Preparation:
-    """The code behind `Accelerator.prepare`, which wraps models, optimizers, data loaders and schedulers.
+    """Implementation of `Accelerator.prepare`, which wraps models, optimizers, loaders and schedulers.
 
     Attributes:
         compilation: Options for compiling models, or None.
@@ -581,7 +576,6 @@ class Preparation:
     # models
 
     def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """Prepare one model for distributed training, and return the wrapped module."""
         return self._model_with(model, [], device_placement, evaluation_mode)[0]
 
     def _model_with(
@@ -778,10 +772,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def _compiled_wrapper(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """Return the `torch.compile` wrapper inside a prepared model, or None if it is not compiled.
-
-    `bare` is the user's module.
-    """
+    # `bare` is the user's module, inside the prepared `model`.
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

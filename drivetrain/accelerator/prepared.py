@@ -118,7 +118,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True if this process has an `Accelerator`, whose gradient accumulation this object then describes."""
+        """True if an `Accelerator` exists, so that `GradientState` returns its gradient accumulation settings."""
         return self._find()[0] is not None
 
     @property
@@ -159,7 +159,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The value of `GradientAccumulationPlugin.adjust_scheduler`, which is accepted without effect."""
+        """The option `adjust_scheduler` of the `GradientAccumulationPlugin`. It has no effect."""
         return self.plugin.adjust_scheduler
 
     @property
@@ -169,7 +169,7 @@ class GradientState:
 
     @property
     def sync_each_batch(self) -> bool:
-        """True if gradients are reduced after every micro-batch, not only before the optimizer step."""
+        """The option `sync_each_batch`: True if processes reduce gradients after every micro-batch."""
         return self.plugin.sync_each_batch
 
     @property
@@ -203,7 +203,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The number of samples of all processes in an epoch's last batch, without those repeated to fill it.
+        """The number of samples in the epoch's last global batch, not counting padding.
 
         -1 before the last batch, or if unknown.
         """
@@ -212,7 +212,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Always True, because gradients on XLA devices are reduced by the time an optimizer steps."""
+        """Always True. On XLA devices, gradients have already been reduced when an optimizer steps."""
         return True
 
     def __repr__(self) -> str:
@@ -292,7 +292,9 @@ class PreparedOptimizer(OptimizerProxy):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Return a context manager that freezes all parameters except those of this optimizer, as for GANs.
+        """Return a context manager that freezes all parameters that this optimizer does not update.
+
+        Use it to train one network of a GAN at a time.
 
         Args:
             sync_grad: True to reduce gradients over processes in the body.

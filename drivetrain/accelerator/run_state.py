@@ -211,7 +211,6 @@ class SavedEngine:
         self.engine[kind] = in_schema(found)["engine"][kind]
 
     def restore_schedulers(self) -> None:
-        """Load the learning-rate scheduler states of the checkpoint into the prepared schedulers."""
         for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
@@ -350,7 +349,7 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """Random state and data loader positions after a finished step, to be saved while the next one runs.
+    """Random state and loader positions after an optimizer step, for a checkpoint saved during the next step.
 
     The Trainer uses this if it saves within a step: the checkpoint then describes the last finished step.
 
@@ -543,7 +542,6 @@ class RunState:
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Call the user's hooks, then restore all prepared and registered objects from a checkpoint."""
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         if observer.current is not None:
             directory = observer.current.saved_in(directory)

@@ -33,7 +33,7 @@ from drivetrain.strategies.precision import Precision, overrides
 
 @dataclass(eq=False)
 class WeightedMean:
-    """Mean of a step's losses over all processes, weighted by sample or token counts.
+    """Weighted mean of an optimizer step's losses, over all micro-batches and processes.
 
     The mean over a global batch, `sum_i loss_i / sum_i weight_i`, is not the average of the micro-batches' means if
     their weights differ. This class therefore accumulates gradients of the loss sums and adds up all weights. It
@@ -137,7 +137,7 @@ _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Functions of the Trainer that an optimizer step calls at fixed points, for example to clip gradients.
+    """Functions that an `OptimizerStep` calls before and after its backward passes and optimizer updates.
 
     Empty hooks cost nothing.
 
@@ -390,7 +390,7 @@ class OptimizerStep:
     # parts that a custom loop may call directly
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Start the next micro-batch. Return a context that skips gradient reduction until the last one.
+        """Start the next micro-batch, and return the context manager for its forward and backward pass.
 
         Gradients are reduced only for the last micro-batch of an optimizer step, or always with `sync_each_batch`.
         """

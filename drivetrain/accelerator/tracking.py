@@ -59,10 +59,6 @@ class RunTracking:
         self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return an experiment tracker by its name.
-
-        With `unwrap=True`, return the tracking library's own object.
-        """
         found = self.group.get(name)
         return found.tracker if unwrap else found
 
@@ -87,7 +83,6 @@ class RunTracking:
 
 
 def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
-    """Return `log_with`, or raise an error if a tracker is unknown or not installed."""
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     )

@@ -74,7 +74,7 @@ class Callback:
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print a message above the progress display that this callback draws, without disturbing it.
+        """Print values like the built-in `print`, but above the progress display that this callback draws.
 
         `Trainer.print` calls this method on the callback that sets `is_progress_bar`.
 
@@ -135,7 +135,7 @@ class Callback:
         """
 
     def forget_run(self) -> None:
-        """Discard what the callback has recorded in an earlier run, such as a best score, before a new run.
+        """Reset what this callback has recorded, such as a best score, before a new run starts.
 
         Called when a new Trainer starts `fit`. If that `fit` resumes from a checkpoint, `load_state_dict` then restores
         the state of the resumed run.
@@ -308,7 +308,7 @@ class Callback:
     # validation
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        """Run code at the start of each validation, also of a validation during `fit`."""
+        """Run code when a validation starts, in `Trainer.validate` or during `Trainer.fit`."""
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         """Run code at the end of each validation, when its metrics are in `trainer.callback_metrics`."""
@@ -417,7 +417,7 @@ class Callback:
 
 
 class Verb(str, Enum):
-    """Trainer methods that run a task: `fit`, `validate`, `test` and `predict`. Members equal these strings.
+    """Names of the Trainer methods that run a task. A member equals its string: `Verb.FIT == "fit"`.
 
     Attributes:
         FIT: Training, with validation during it.

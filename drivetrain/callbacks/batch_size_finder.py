@@ -19,7 +19,7 @@ MODES = ("power", "binsearch")
 
 @dataclass(frozen=True)
 class BatchSizeRange:
-    """Validated options of a batch size search, as described for `BatchSizeFinder`."""
+    """Options of a batch size search, which are checked here and documented in `BatchSizeFinder`."""
 
     mode: str = "power"
     steps_per_trial: int = 3

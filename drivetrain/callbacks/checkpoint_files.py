@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class BestK:
-    """Ranking of a run's k best checkpoints, or of its k newest ones without a metric."""
+    """The `k` checkpoints of a run with the best scores, or its `k` newest checkpoints without scores."""
 
     def __init__(self, k: int, mode: str, by_score: bool, tie_mode: str = "min") -> None:
         self.k = k
@@ -67,7 +67,6 @@ class BestK:
 
     @property
     def worst(self) -> str:
-        """The path of the lowest-ranked checkpoint in the top k, or an empty string."""
         return self._worst_of(self.scores)
 
     def wants(self, score: float | None, tie: float | None = None) -> bool:
@@ -153,7 +152,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """Saved state of a `ModelCheckpoint` callback: the names and scores of an earlier run's checkpoints.
+    """Names and scores of an earlier run's checkpoints, loaded from the state of its `ModelCheckpoint`.
 
     Attributes:
         saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
@@ -213,7 +212,6 @@ class SavedAccount:
 
 
 def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
-    """Return a number from a state dict, or raise `CheckpointError` if its type is wrong."""
     value = state.get(key)
     if value is None and optional:
         return None
@@ -397,7 +395,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 @dataclass
 class CheckpointAccount:
-    """Paths of the checkpoints that a `ModelCheckpoint` has saved and keeps, or that it still has to delete.
+    """Record of a `ModelCheckpoint`'s files: which checkpoints it keeps, and which it will delete.
 
     Attributes:
         best: The best checkpoints, or the newest if checkpoints have no scores.
@@ -728,15 +726,9 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """Checkpoint that is being written in the background, with the work to do afterwards.
-
-    `before` is the record of checkpoints to restore if the save fails. `removed` and `error` are the results of the
-    follow-up work.
-    """
-
     pending: PendingSave
-    before: CheckpointAccount
-    removed: list[str] = field(default_factory=list)
+    before: CheckpointAccount  # restored if the save fails
+    removed: list[str] = field(default_factory=list)  # result of the work after the save
     error: Exception | None = None
 
     def do(self, follow_up: Callable[[], list[str]]) -> None:

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 class EarlyStoppingReason(IntEnum):
-    """Reasons why `EarlyStopping` has stopped a run. Checkpoints store the number of the reason.
+    """Reason why `EarlyStopping` has stopped a run. Checkpoints store it as an integer.
 
     Attributes:
         NOT_STOPPED: The run was not stopped.

@@ -34,8 +34,6 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Predictions and targets of one batch, on their way to the main process."""
-
     loader: int
     step: int
     shard: int  # index of this process's data shard, which several processes may share

@@ -143,7 +143,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters of the given modules, including their submodules.
+        """Freeze the parameters of modules and their submodules, except batch norms if `train_bn` is True.
 
         Args:
             modules: A module, or a nested list of modules.
@@ -275,7 +275,7 @@ def _all_in_place(trainer: Trainer) -> dict[str, nn.Parameter]:
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2.0, the default factor by which the backbone's learning rate is multiplied after each epoch."""
+    """Return 2.0, the factor by which `BackboneFinetuning` multiplies the backbone's learning rate by default."""
     return 2.0
 
 

@@ -373,7 +373,7 @@ class ModelCheckpoint(Callback):
         return score
 
     def tie_of(self, trainer: Trainer) -> float | None:
-        """Return the current value of the metric `tie_monitor`, which ranks checkpoints with equal scores.
+        """Return the latest value of the metric `tie_monitor`, which decides between checkpoints of equal score.
 
         Returns None without a `tie_monitor`.
 
@@ -616,7 +616,7 @@ class ModelCheckpoint(Callback):
         return every > 0 and (trainer.current_epoch + 1) % every == 0 and trainer.global_step != self._last_step
 
     def saves_at_epoch_end(self, trainer: Trainer) -> bool:
-        """Return True if the callback saves at the end of a training epoch, False if it saves after a validation.
+        """Return whether this callback saves at the end of training epochs instead of after validations.
 
         Args:
             trainer: The running Trainer.
@@ -628,7 +628,7 @@ class ModelCheckpoint(Callback):
     # saving
 
     def settle(self) -> None:
-        """Wait until a save that runs in the background is on disk.
+        """Wait until the checkpoint that is being written in the background is complete.
 
         Every process must call this method.
 

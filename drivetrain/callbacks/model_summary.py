@@ -120,7 +120,7 @@ class ModuleTable:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The rows of the summary table, one for each module."""
+        """The rows of a `ModelSummary`'s table, one for each module of the model."""
         modules = dict(_modules(self._model, "", self._max_depth))
         rows = {
             name: Layer(name, self._kind(module), self._count(module).elements, "train" if module.training else "eval")

@@ -57,7 +57,7 @@ def remove_old(folder: Path) -> None:
 
 
 def write(columns: Mapping[str, Any], path: Path, file_format: str) -> None:
-    """Write columns to a prediction file. Its extension is appended to `path`.
+    """Write predictions to a Parquet or safetensors file, whose extension this function appends to `path`.
 
     Args:
         columns: The columns by name: tensors with a row, or lists with an item, for each sample.

@@ -80,13 +80,11 @@ class Stage:
 
     @property
     def total(self) -> int | None:
-        """The number of batches in all loaders of this stage, or None if unknown."""
         total = sum(self.sizes)
         return int(total) if math.isfinite(total) else None
 
     @property
     def all_done(self) -> int:
-        """The number of batches processed so far, over all loaders of this stage."""
         before = sum(self.sizes[: self.loader])
         return self.done + (int(before) if math.isfinite(before) else 0)
 
@@ -125,7 +123,7 @@ class Display(Protocol):
     def open(self, stage: Stage) -> None: ...
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Update the display to the stage's current progress and metric values."""
+        """Redraw the progress bar with the current position and metric values of a running stage."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
         """End the display of a stage, with its final progress and metric values."""
@@ -136,7 +134,7 @@ class Display(Protocol):
         """Print text without disturbing the progress display."""
 
     def hidden(self) -> AbstractContextManager[Any]:
-        """Hide the progress display while the `with` block writes to the terminal."""
+        """Return a context manager that hides the progress bar, so that its block can write to the terminal."""
 
 
 class BarDisplay:
@@ -279,7 +277,7 @@ _FORMATS_WITHOUT_TOTAL = (
 
 
 def fit_line(columns: int, needed: int, values: Mapping[str, float], optional: Sequence[int]) -> tuple[int, str]:
-    """Fit a progress bar into one line: return how many optional parts to show, and the metrics as text.
+    """Choose which parts of a progress bar fit into one line of a terminal that is `columns` wide.
 
     Args:
         columns: The width of the terminal.
@@ -598,7 +596,6 @@ class TQDMProgressBar(Callback):
         return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:
-        """Estimate the remaining time of the run, and store it in `left`."""
         stage, (began, share) = self._stage, self._began
         if not stage.is_epoch or not began:
             return

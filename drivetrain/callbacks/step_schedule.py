@@ -55,7 +55,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
 
 
 class StepTimer:
-    """Timer that fires every few seconds, at the same step on all processes.
+    """Timer that is due every `seconds`, at the same optimizer step on all processes.
 
     The clock of the main process decides. The processes do not communicate at each step: they do so about halfway to
     the due time, then halfway through the remaining time, and so on.
@@ -73,9 +73,9 @@ class StepTimer:
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
-        """Return True if the timer's interval has passed, equally on all processes."""
         if step < self._ask_at:
             return False
+        # All processes reach this line at the same step, and get the same answer.
         due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
         return due
 
@@ -156,7 +156,7 @@ class StepInterval:
 
 
 class RunPoint:
-    """Point in a run from which a callback acts, such as after `"10%"` of the run or `"1M samples"`.
+    """Checks whether a run has reached a given point, such as `"10%"` of its length or `"1M samples"`.
 
     Create it after the counters of a resumed run have been restored.
     """
@@ -195,7 +195,7 @@ class RunPoint:
 
 
 class StepLog:
-    """Schedule that tells a callback at which steps it logs."""
+    """Decides at which optimizer steps a callback, such as `MemoryMonitor`, logs its values."""
 
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
         if not (trainer.loggers or trainer.barebones):
@@ -219,10 +219,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if the callback logs at this optimizer step.
-
-        A second call for the same step returns False.
-        """
+        # A second call for the same step returns False.
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):

@@ -110,7 +110,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Counters(NamedTuple):
-    """Counters of this process at one time, such as batches, samples and FLOPs.
+    """Snapshot of a process's training counters, such as the number of batches, samples and FLOPs.
 
     Two of them give the rates in between.
 

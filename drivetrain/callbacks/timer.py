@@ -107,7 +107,7 @@ class Timer(Callback):
         return self._elapsed[stage] + (time.monotonic() - started if started is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return how many seconds of `duration` are left, at least 0, or None if no `duration` was given.
+        """Return the seconds that are left of the Timer's `duration`, at least 0, or None without a `duration`.
 
         Args:
             stage: The stage whose time counts.

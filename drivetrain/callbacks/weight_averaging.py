@@ -557,7 +557,7 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The index of the first epoch to average, from 0, or `sys.maxsize` while it is still unknown."""
+        """Zero-based index of the first epoch that is averaged, or `sys.maxsize` if it is not known yet."""
         start = self.swa_epoch_start
         if isinstance(start, Duration):
             return ENDLESS if self._start_epoch is None else self._start_epoch
@@ -566,7 +566,7 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_end(self) -> int:
-        """The index of the last epoch to average, from 0.
+        """Zero-based index of the last epoch that is averaged.
 
         In a run without `max_epochs`, it is never reached.
         """

@@ -23,7 +23,7 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """Speed, memory use and shares of time of one process in a few seconds of training, for a run's report.
+    """Measurements of one process over a few seconds of training, which a run's report shows.
 
     Attributes:
         time: The end of the stretch, in seconds since 1970.
@@ -78,7 +78,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """CSV file to which one process appends its performance samples."""
+    """File in a run's folder to which one process writes its performance samples as CSV."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -106,7 +106,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read every rank's performance samples, such as its speed over time, from the files in a run's folder.
+    """Read the performance samples of all processes from the CSV files in a run's folder.
 
     Return a dict from rank to a description of its machine and its samples in order of time.
     """
@@ -238,7 +238,7 @@ def in_order(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def subject_of(name: str) -> str:
-    """Remove the stage from a metric's name: `val/loss` becomes `loss`."""
+    # `val/loss` becomes `loss`.
     words = _words(name)
     kept = [word for word in words if word not in _STAGES and word not in _EDGES and not word.isdigit()]
     return "_".join(kept) or name
@@ -249,7 +249,7 @@ def _words(name: str) -> list[str]:
 
 
 def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Chart]:
-    """Return charts of all metrics of one or more runs.
+    """Create the charts of a run report, one for each metric, with a curve for each run and stage.
 
     Metrics such as `train_loss` and `val_loss` share a chart.
     """
@@ -411,7 +411,7 @@ def joined(parts: Iterable[object], between: str = "") -> Markup:
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """Return an HTML element with the given tag, children and attributes. Text is escaped."""
+    """Format an HTML element as markup, and escape its text and attribute values."""
     given = "".join(
         # `class_` becomes `class`, and `aria_label` becomes `aria-label`.
         f' {name.rstrip("_").replace("_", "-")}="{escaped(value)}"'

@@ -73,7 +73,7 @@ _SOONEST, _LATEST = 5.0, 600.0
 
 @dataclass
 class PageParts:
-    """Texts, tables and images of a run report's HTML page, without its charts.
+    """Contents of a run report's HTML page except for its charts: texts, tables and images.
 
     Attributes:
         title: The heading and the window title.
@@ -351,8 +351,8 @@ def page_of(run: RunPage) -> bytes:
 
 
 def name_of(place: Path) -> str:
-    """Return a short name for a run from the end of its path, such as `my_run/version_0`."""
     path = Path(os.path.abspath(place))
+    # such as `my_run/version_0`
     return path.name if path.parent.name in ("", "drivetrain_logs") else f"{path.parent.name}/{path.name}"
 
 

@@ -57,7 +57,7 @@ def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> N
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a run's `run.json`. If its process has died, the state is `"failed"`.
+    """Read a run's `run.json` as a dict, and mark the run as failed if its process has died.
 
     Return an empty dict if there is no record. For a damaged record, return the state `"unreadable"` and the reason.
     """
@@ -149,7 +149,6 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's record, marked as failed if its process has died."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {
@@ -160,7 +159,6 @@ def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_output(folder: Path) -> str:
-    """Return the last lines of a run's `output.log`, or "" if there is none."""
     try:
         with open(folder / OUTPUT, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
@@ -227,7 +225,6 @@ class Curve:
         return self.values[-1]
 
     def best(self, highest: bool) -> tuple[float, float]:
-        """Return the best finite value of a curve, and the first step that has it."""
         pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         if not pairs:
             return math.nan, math.nan

@@ -51,7 +51,7 @@ _JSON = (bool, int, float, str, list, dict)
 
 
 def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
-    """Return facts about a run at its start, such as its command and settings."""
+    """Return the command, settings and environment of a run as a dict, for its report."""
     secrets = trainer.tracker_group.secrets
     owners = [each for each in (trainer.datamodule, task) if each is not None]
     given = {name: value for owner in owners for name, value in owner.hparams.items()}

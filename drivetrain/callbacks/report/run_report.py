@@ -102,7 +102,7 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write the first `run.json`, so that a run that is killed early is listed."""
+        # Written now, so that a run that is killed early is listed too.
         write_record(self._folder, self._record(RUNNING, ""))
         self._facts = None  # the validation loaders are created later
 
@@ -268,7 +268,7 @@ class RunSampler:
 
 
 class Clock:
-    """Background thread that calls a function again and again, after the delays it returns."""
+    """Background thread that calls a function repeatedly, with pauses whose length the function returns."""
 
     def __init__(self, call: Callable[[], float], name: str) -> None:
         self._call = call
@@ -564,9 +564,9 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """Return the tracker into whose folder the run report is written, or None."""
     recorder = trainer.tracker_group.recorder
     found = _writing_files(trainer) or ([recorder] if isinstance(recorder, DirectoryTracker) else [])
+    # The report is written into the folder of this tracker.
     return next((each for each in found if each.name == "csv"), found[0] if found else None)
 
 
@@ -575,11 +575,11 @@ def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
 
 
 def _record_without_tracker(trainer: Trainer) -> None:
-    """Store logged values in a CSV table for the report, if no tracker writes files."""
     group, root = trainer.tracker_group, trainer.default_root_dir
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)
     elif group.recorder is None:
+        # No tracker writes files, so the report reads the values from a CSV table.
         group.record_with(find_tracker("csv").for_run(root, None))
 
 
