@@ -181,15 +181,12 @@ class LocalRanks:
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
-        """Stop ranks with SIGTERM, and kill those that do not end within `patience` seconds.
-
-        A process that waits in a collective does not react to SIGTERM.
-        """
         ranks = list(ranks)
         self.stopped.update(ranks)  # before the signal, so that its victims do not count as failed on their own
         if patience:
             self.send(ranks, signal.SIGTERM)
             self.wait(ranks, patience)
+        # A process that waits in a collective does not react to SIGTERM.
         self.kill(ranks)
 
     def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
@@ -303,7 +300,6 @@ class Peers:
         return self._has([f"{self._prefix}/failed"])
 
     def collect_stacks(self, own: str) -> str:
-        """Collect the stack traces of the ranks on all machines as one text."""
         if self._machines == 1:
             return own
         self.publish_stacks(own)
@@ -336,7 +332,6 @@ class Peers:
         return True
 
     def lost(self) -> list[int]:
-        """Return the machines whose launcher has sent no heartbeat for a while."""
         now = time.monotonic()
         try:
             # Compare counters and use only this machine's clock, because clocks differ between machines.
@@ -691,8 +686,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """Error of a failed notebook launch. It derives from torch's `ChildFailedError`, which scripts may catch."""
-
+    # Scripts may catch this error as torch's ChildFailedError.
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
         self.name, self.failures = "launch", {}

@@ -204,7 +204,6 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Run a script's processes on this machine, and return the run's exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -442,7 +441,6 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Return table rows of launch settings: name, value and source."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -457,7 +455,6 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Format the launch settings, their values and sources as a text table."""
     rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
     lines = []
     for name, setting in SETTINGS.items():
@@ -485,7 +482,7 @@ _MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Describe what a launch would start, for `drivetrain launch --dry_run`."""
+    """Return the text of `drivetrain launch --dry_run`, which lists the processes and settings of a launch."""
     plan = _plan_for_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines

@@ -88,7 +88,7 @@ _SPAWN = "start new interpreters with notebook_launcher(start_method=\"spawn\") 
 
 
 def check_forkable(kind: str) -> None:
-    """Raise a `LaunchError` if a process that uses this device type cannot be forked."""
+    """Raise a `LaunchError` if processes that use devices of the type `kind` cannot be started by a fork."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             'This system has no fork. To start new interpreters instead, use notebook_launcher(start_method="spawn") '
@@ -232,7 +232,6 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """Run a function in a process that torch_xla has forked."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),
@@ -259,7 +258,7 @@ class ScriptReached(BaseException):
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """Path and module name of the user's script, from which a child process can import its functions."""
+    """The user's script as a path and module name, so that a new process can import its functions."""
 
     path: str
     module: str | None = None  # if it was started with `python -m`
@@ -342,7 +341,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """Function call that is pickled for a new process."""
+    """Function and arguments in pickled form, for a process that `start_method="spawn"` starts."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -485,7 +484,6 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures of processes with a nonzero exit code."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
@@ -654,7 +652,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Call a function in several new processes, and return the first one's value.
+    """Call a function in several new processes, and return the result of the first process.
 
     The processes exit if this process exits.
 

@@ -341,7 +341,7 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Create launch options from dicts, such as of flags and of a file. Values of the first dict win.
+        """Create launch options from several dicts, of which the first that has a key wins.
 
         Args:
             sources: Dicts from option to value, the most important one first. None means not given.
@@ -397,7 +397,7 @@ class LaunchOptions:
         return variables
 
     def check_script(self, script: str) -> None:
-        """Raise an error if the script or a file that the options name does not exist.
+        """Raise an error if the script, or a file that a launch option names, does not exist.
 
         Modules (`-m`) are not checked.
 
@@ -425,12 +425,12 @@ class LaunchOptions:
 
     @property
     def compares_calls(self) -> bool:
-        """True if processes compare their collective calls, to find a mismatch (debug mode)."""
+        """True in debug mode, in which processes compare their collective calls to find a mismatch."""
         return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds without progress after which the run is stopped, or None for the default.
+        """Seconds without progress after which a run is stopped, or None to use the default limit.
 
         Taken from `hang_timeout`, or else from the environment.
 

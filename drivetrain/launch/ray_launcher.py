@@ -77,7 +77,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """Return and remove the whole lines of output that have arrived.
+        """Remove the complete lines of a process's output from the buffer, and return them.
 
         An unfinished line, such as a progress bar, is returned if it has not grown since the last call.
 
@@ -473,7 +473,6 @@ class RayRanks:
         self._kill()
 
     def _end_by_signal(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """Forward a signal to all ranks, and wait until they have exited."""
         for rank in self.alive():
             self._workers[rank].forward.remote(int(signals[0]))
         if signals[0] == signal.SIGINT:

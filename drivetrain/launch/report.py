@@ -131,7 +131,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Return the message about a failed rank: cause, machine and traceback.
+    """Return the error message for a failed rank, with its cause, machine and traceback.
 
     `then` states what happens next, by default that the others were stopped. With `advise`, a fatal signal gets its
     likely causes. With `debug`, calls are compared already, so this is not suggested.

@@ -102,7 +102,7 @@ class SlurmJob:
 
 
 def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return launch options that follow from this process's SLURM job.
+    """Derive launch options, such as the number of machines, from the SLURM job that runs this process.
 
     Empty outside a job, or if the user gave flags about machines. In the batch script of a job with several machines,
     this function does not return: it replaces the process by srun, which runs the same command on each machine.

@@ -115,7 +115,6 @@ class Watchdog:
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Return the state, idle time and stack trace of each running rank."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -212,7 +211,6 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Return the CPU time in seconds of a process's main thread."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
             # The name in brackets may contain spaces. After it, state is field 3, user and system time are 14 and 15.

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script named on the command line, as one rank, and return the exit code."""
+    """Run the script that `sys.argv` names in the process of one rank, and return the exit code."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
     # Registered before the script registers its exit handlers, so it runs after all of them.

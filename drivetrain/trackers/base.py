@@ -76,7 +76,7 @@ class Tracker(ABC):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        """Create a tracker that the Trainer's argument `logger` has selected by name, as in `logger="csv"`.
+        """Create the tracker that a Trainer was given by name, as in `Trainer(logger="csv")`.
 
         Args:
             save_dir: The root directory of the run.
@@ -87,14 +87,11 @@ class Tracker(ABC):
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Secret values that this tracker uses, such as its API key.
-
-        They are removed from all logged values.
-        """
+        """Secret values of this tracker, such as its API key, which are removed from all logged values."""
         return ()
 
     def load(self) -> None:
-        """Import the packages of the tracking service, before training starts and the first value is logged.
+        """Import the packages that this tracker needs, before training starts.
 
         Called on the main thread.
         """
@@ -209,7 +206,7 @@ class Tracker(ABC):
         return kept
 
     def save(self) -> None:
-        """Write all values that are still buffered to disk, or send them to the tracker's server."""
+        """Flush all buffered values to disk or to the tracker's server."""
 
     def finish(self) -> None:
         """Write all remaining values and close the tracker's run.
@@ -438,7 +435,7 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Create this tracker for a Trainer that selects it by name.
+        """Create the tracker that a Trainer was given by name, as in `Trainer(logger="my_tracker")`.
 
         Passes the project, and `save_dir` if required.
 
@@ -553,7 +550,7 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
 
 
 class Losses:
-    """Counter of logged values that a tracker could not write, about which it then warns the user.
+    """Counts the values that a tracker has failed to log, and warns the user about them.
 
     Attributes:
         owner: The name of the tracker, for messages.

@@ -280,7 +280,7 @@ class _ClearMLRun(Tracker):
 
 
 def plot_of(name: str) -> tuple[str, str]:
-    """Return the ClearML plot and series of a metric: `val_loss` is in plot `loss`."""
+    """Split a metric's name into title and series of a ClearML plot: `val_loss` gives `("loss", "val")`."""
     if "/" in name:
         title, _, series = name.partition("/")
         return title, series

@@ -100,7 +100,7 @@ class CometLogger(BackgroundTracker):
 
     @property
     def version(self) -> str:
-        """The key of the Comet experiment. `CometLogger(experiment_key=...)` continues this experiment."""
+        """The key of the Comet experiment. Pass it as `experiment_key` to continue the experiment."""
         return self._run_of_comet.key
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class CSVLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> Path:
-        """The path of `metrics.csv`, since this tracker writes a file and has no run object of a library.
+        """The path of `metrics.csv`, the file to which this tracker writes.
 
         Reading this property creates the run's directory.
         """

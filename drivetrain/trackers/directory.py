@@ -110,11 +110,8 @@ class RunDirectory:
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
 
     def _take_version(self) -> int:
-        """Reserve the next free version number by creating its directory.
-
-        Other processes than the main one create nothing. The Trainer sends them the number of the main process.
-        """
         number = max(self._numbers(), default=-1) + 1
+        # Only the main process creates a directory. The Trainer sends its number to the others.
         if rank_and_world_size()[0] != 0:
             return number
         made = [] if self.root.is_dir() else [self.root]

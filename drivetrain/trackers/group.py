@@ -527,7 +527,7 @@ class TrackerGroup:
         step: int | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log the values of one optimizer step to every tracker.
+        """Log the values of one optimizer step with every tracker of this group.
 
         `options` is a dict from tracker name to arguments of its `log`.
         """

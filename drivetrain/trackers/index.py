@@ -17,7 +17,7 @@ from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold an exclusive lock on a file while the `with` block runs."""
+    """Hold an exclusive lock on a file in a `with` block, after waiting up to `seconds` for the lock."""
     import filelock
 
     lock = filelock.FileLock(path)

@@ -274,5 +274,5 @@ class _MLFlowRun(PackageRun):
 
 
 def _valid(name: str) -> str:
-    """Replace the characters of a name that MLflow does not allow."""
+    # MLflow allows only these characters in names.
     return "".join(each if each.isalnum() or each in "_-. /:" else "_" for each in name)

@@ -100,7 +100,7 @@ def resolve_trackers(
     name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
-    """Return the trackers that a `logger` or `log_with` argument gives.
+    """Return the trackers for `spec`, the argument `logger` of a Trainer, which can hold names and objects.
 
     Trackers that write files into the same directory, and have no version, share one version. All files of a run are
     then in the same folder.

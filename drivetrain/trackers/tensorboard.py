@@ -93,7 +93,7 @@ class TensorBoardLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> SummaryWriter:
-        """The `SummaryWriter` of this run, for all features of TensorBoard.
+        """The `SummaryWriter` of this run, with which a script can use all features of TensorBoard.
 
         Opens the run if necessary.
         """

@@ -139,7 +139,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Related launch settings, such as those of FSDP, and the section of the configuration file for them."""
+    """Launch settings of one feature, such as FSDP, which share a section of the configuration file."""
 
     name: str
     prefix: str
