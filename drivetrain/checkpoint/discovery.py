@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """Complete checkpoint that was found in a directory, with its step and other facts.
+    """Description of a complete checkpoint: where it is, when it was saved, and by how many processes.
 
     Attributes:
         path: Its directory or URL, or its file in another tool's format.
@@ -133,7 +133,7 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """Return facts about the checkpoint at a path, such as its step and time.
+    """Return the step, time and number of processes of the checkpoint at `path`, without loading its tensors.
 
     Call it on one process only.
 

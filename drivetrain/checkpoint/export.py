@@ -352,7 +352,6 @@ def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any
 
 
 def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
-    """Distribute weights over files of limited size. Return the weights of each file."""
     shards: list[list[T]] = [[]]
     room = limit
     for item, size in zip(items, sizes, strict=True):
@@ -398,7 +397,7 @@ _READERS = 4
 
 
 class Weights(Mapping[str, Tensor]):
-    """Mapping from the names of a model's weights to tensors, which may read a tensor only when it is accessed.
+    """Read-only mapping from the names of a model's weights to tensors, which a subclass may load lazily.
 
     Attributes:
         where: The source of the weights, for error messages.
@@ -473,8 +472,6 @@ class FileWeights(Weights):
 
 
 class JoinedWeights(Weights):
-    """Weights from several sources, such as the files of a sharded model."""
-
     def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
         self.where, self._parts = where, parts
         self.entries = {name: part.entries[name] for name, part in parts.items()}
@@ -492,8 +489,6 @@ class JoinedWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Weights of one model in a checkpoint, each read when it is accessed."""
-
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
         # A hash covers a whole file, so it is not checked again for every tensor that is read alone.
         self._checked, self._quick = Checkpoint(directory), Checkpoint(directory, verify="size")
@@ -661,7 +656,6 @@ def _open_file(storage: Storage, path: str) -> Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return all weights of a file or directory as CPU tensors, without running its code."""
     weights = open_weights(path)
     read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
     weights.fill(read)
@@ -669,7 +663,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(content: bytes, path: str) -> dict[str, str]:
-    """Return which file has each weight, from the JSON text of an index such as `model.safetensors.index.json`."""
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
@@ -729,7 +722,7 @@ def save_pickled_weights(
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `weights` with an entry for every name of a shared parameter, since files store one of its names only.
+    """Copy `weights`, and add the missing names of tied parameters, which a file stores under one name only.
 
     Args:
         model: The unwrapped model, which defines the ties.

@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Facts about a drivetrain run that are stored in its checkpoint in another tool's format, such as the step."""
+    """Description of a checkpoint file that a drivetrain run has saved in another tool's format."""
 
     world_size: int  # processes that wrote the file
     step: int | None
@@ -79,7 +79,7 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Convert a checkpoint in the format of this class to the dicts from which a drivetrain run restores its state.
+        """Convert a checkpoint of this format to drivetrain's nested dicts, from which a Trainer restores a run.
 
         Args:
             source: The checkpoint's path, the opened file or its content.
@@ -93,7 +93,7 @@ class CheckpointFormat:
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return the facts that drivetrain stored about its run in a checkpoint file of this format, or None.
+        """Return drivetrain's record in the checkpoint file at `path`, such as the step, or None if there is none.
 
         Args:
             path: The local file. Links are not allowed.
@@ -149,7 +149,7 @@ class CheckpointFormat:
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): this format can only be read, not written.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of the checkpoint from which a Trainer resumes, or None to let drivetrain read the file.
+        """Read the checkpoint from which a Trainer resumes, or return None to let drivetrain read the file.
 
         Override it for checkpoints that drivetrain cannot read by itself.
 
@@ -174,7 +174,7 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return False if a file at `path` must not be overwritten when a Trainer saves a checkpoint there.
+        """Return True if a Trainer may save a checkpoint to `path`, even if this replaces a file that exists there.
 
         Args:
             path: The path.
@@ -186,7 +186,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return True if links to checkpoints, such as `last` to the newest one, can be created in `directory`.
+        """Return True if `directory` can hold links to checkpoints, such as `last`, which points to the newest one.
 
         Args:
             directory: The directory or URL.
@@ -326,7 +326,7 @@ _TIME = re.compile(r"datetime\.timedelta\(([\w=, ]*)\)")
 
 
 def key_here(key: str) -> str:
-    """Convert another tool's key of a callback: `Name{'argument': 1}` becomes `Name(argument=1)`.
+    """Convert a callback's key from another tool's notation, `Name{'argument': 1}`, to `Name(argument=1)`.
 
     Other keys are returned unchanged.
     """

@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def storage(self) -> Storage:
-        """Storage that contains the checkpoint, such as a local file system."""
+        """The `Storage` through which the checkpoint's files are read, such as the local file system."""
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read the part of the checkpoint that all processes share, such as the states of models and optimizers.
+        """Read the state that all processes share, such as that of the model, and fill the tensors of `into`.
 
         Args:
             only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.
@@ -130,7 +130,7 @@ class Checkpoint:
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Check that the checkpoint's files are undamaged, by comparing their SHA-256 hashes with the manifest.
+        """Compare the SHA-256 hashes of the checkpoint's files with the manifest, to detect files that are damaged.
 
         Args:
             names: The files to check. None checks all, and also the structure of the index and the JSON files.
@@ -174,7 +174,7 @@ class Checkpoint:
         return tree
 
     def read_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Fill existing tensors, which may be sharded, from the checkpoint.
+        """Read values from this checkpoint into existing `tensors`, such as the weights of a sharded model.
 
         Args:
             tensors: The tensors to fill, by their key in the checkpoint's index. They may be sharded.
@@ -216,7 +216,7 @@ class Checkpoint:
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Report how the names and tensor shapes of the state dict `saved` differ from those of `wanted`.
+    """Return a report of the names and tensor shapes in which the state dict `saved` differs from `wanted`.
 
     Args:
         wanted: The state dict to be filled.

@@ -55,7 +55,6 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Parse the content of a manifest file. Raise an error if it is damaged."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -171,7 +170,6 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
-    """Raise a `CheckpointError` if a directory contains no manifest."""
     if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is not a checkpoint, because it has no drivetrain {MANIFEST}.")
 
@@ -203,7 +201,6 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise an error if the size or hash of a file differs from the manifest."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
@@ -232,7 +229,7 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Positions of the models' and the optimizers' states in a checkpoint's nested dict, as keys joined by slashes.
+    """Paths in a checkpoint's nested dict, such as `engine/models`, of the models' and the optimizers' states.
 
     Attributes:
         models: The path of the models' states.

@@ -32,7 +32,7 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Save the nested dicts that hold the state of a run as a checkpoint in `directory`, from all processes.
+    """Save a run's nested state of tensors and plain values as a checkpoint that `load_run_state` can read.
 
     Call it on all processes. It first waits until the previous save has ended.
 
@@ -73,7 +73,7 @@ def load_run_state(
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
-    """Load the state of a run from a checkpoint, without unpickling and thus without running code.
+    """Load the nested state that `save_run_state` has saved as a checkpoint, without unpickling any objects.
 
     Args:
         directory: The checkpoint's directory or URL.
@@ -134,7 +134,7 @@ def load_run_state(
 
 
 def describe_run_state(directory: str | os.PathLike[str]) -> Any:
-    """Return a checkpoint's shared state with tensors on the meta device.
+    """Return the names, shapes and dtypes in a checkpoint: its shared state with tensors on the meta device.
 
     Call it on one process.
 
@@ -192,7 +192,7 @@ def read_shared(
     only: Collection[str] | None = None,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
-    """Return the state of models, optimizers and loops from a checkpoint in drivetrain's or another tool's format.
+    """Load the states of models, optimizers and loops from a checkpoint of drivetrain or of another known tool.
 
     Args:
         path: The checkpoint.

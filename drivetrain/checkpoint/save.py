@@ -62,7 +62,7 @@ _SMALLEST_SPLIT = 64 << 20
 
 
 class Save:
-    """One save of a checkpoint, which all processes carry out together: they plan, copy and write tensors.
+    """One checkpoint that is being saved, to which each process writes its part of the tensors.
 
     The constructor separates plain values from tensors and decides which process writes which tensor. After `copy`, the
     caller may change the tensors. Without `copy`, it must leave them unchanged until `run` has returned.
@@ -264,7 +264,7 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Create a temporary directory in which a Trainer's hooks write their own files for the next checkpoint.
+    """Create a temporary directory for a Trainer's hooks, whose files become part of the next checkpoint.
 
     Call it on all processes.
 
@@ -349,7 +349,7 @@ class PendingSave:
         self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
-        """Call a function with this object once the save has ended.
+        """Register a function that is called with this `PendingSave` when the save has succeeded or failed.
 
         The callback runs in the writing thread, and `wait()` also waits for it. It must not call collectives or
         `wait()`. Exceptions that it raises are logged.
@@ -418,7 +418,7 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Save a checkpoint of `shared`, the state of all processes, and `own`, the state of this process.
+        """Save a checkpoint of `shared`, which is equal on all processes, and `own`, which belongs to this process.
 
         The save starts once the previous one has ended. All processes must call the method.
 
@@ -449,27 +449,27 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing. Deprecated: tensors may be changed as soon as the call that saves them has returned."""
+        """Do nothing. Deprecated: tensors may be changed as soon as `save` has returned, without waiting."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def staging_bytes(self) -> int:
-        """Always 0, because no memory is kept between two saves. Deprecated."""
+        """Always 0. Deprecated: a `SaveQueue` keeps no memory for copies of tensors between two saves."""
         return 0
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
     def release(self) -> None:
-        """Wait until the background save has ended, without raising its error. Deprecated: use `finish`."""
+        """Wait for the running background save, but do not raise its error. Deprecated: use `finish`."""
         self._wait_quietly()
 
     @property
     def has_lost(self) -> bool:
-        """True if the latest background save has failed, and its error has not been raised or handled anywhere yet."""
+        """True if the latest background save has failed and nothing has raised or handled its error yet."""
         failed = self.failed
         return failed is not None and not failed._reported
 
     def check(self) -> None:
-        """Raise the error of a failed background save, without waiting."""
+        """Raise the error of the latest background save if it has failed, but do not wait for a running save."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
             if not failed._reported:  # otherwise `wait` has raised the error, or will raise it
@@ -545,7 +545,6 @@ class Peers:
         self._cause: BaseException | None = None
 
     def gather(self, item: Any) -> list[Any] | None:
-        """Return a list of all processes' objects on rank 0, and None on the other ranks."""
         if self._group is None:
             return [item]
         items: list[Any] | None = [None] * self.size if self.is_main else None

@@ -278,7 +278,6 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Return the file and byte range of a tensor's shard, given its offsets."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:

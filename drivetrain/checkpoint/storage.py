@@ -53,11 +53,8 @@ def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
-    """Run functions in threads, wait for all, and raise the first error.
-
-    It uses plain threads, because an executor accepts no work after the interpreter has begun to exit. A background
-    save must still finish then.
-    """
+    # Plain threads, because an executor accepts no work after the interpreter has begun to exit, when a background
+    # save must still finish. After an error, no further job is started.
     if len(jobs) <= 1 or workers <= 1:
         for job in jobs:
             job()
@@ -87,8 +84,6 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 class Reader(Protocol):
-    """Protocol of files that `Storage.open` returns."""
-
     def readinto(self, buffer: memoryview, /) -> int | None: ...
 
     def seek(self, offset: int, /) -> int: ...
@@ -112,8 +107,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def open(self, path: str) -> Reader:
-        """Open a file for reading and return it."""
+    def open(self, path: str) -> Reader: ...
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -121,7 +115,7 @@ class Storage(ABC):
 
     @abstractmethod
     def children(self, root: str) -> list[str]:
-        """Return the names of the subdirectories of a directory.
+        """Return the names, without their paths, of the subdirectories of the directory `root`.
 
         The list is empty if the directory does not exist.
         """
@@ -166,7 +160,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Delete the directory of a failed save, as far as possible."""
+        """Delete the directory `place` of a save that has failed. Files that cannot be deleted are left."""
 
     # Deletes in an order in which, after a crash, the remains do not look like a checkpoint.
     @abstractmethod
@@ -182,7 +176,6 @@ class Storage(ABC):
         return path.rstrip("/").rpartition("/")[0]
 
     def name(self, path: str) -> str:
-        """Return the last component of a path."""
         return path.rstrip("/").rpartition("/")[2]
 
 
@@ -516,7 +509,7 @@ def writer_of(pid: int) -> dict[str, Any]:
 
 
 def writer_token() -> str:
-    """Return a unique token that shows which process writes a temporary file."""
+    # Part of a temporary file's name, so that other processes can find out whether its writer still runs.
     started = round((started_since_boot() or 0.0) * 100)
     # 8 characters for the machine, 8 for the process id, 12 for the start time, and 8 random ones.
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
@@ -615,10 +608,7 @@ def _is_recent(path: str, patience: float) -> bool:
 
 
 def _host() -> str:
-    """Return text that identifies the machine, its boot and the container.
-
-    A process id is unique only within a container on one boot of a machine.
-    """
+    # A process id is unique only within a container on one boot of a machine.
     parts = [socket.gethostname(), boot_id()]
     try:
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -628,7 +618,6 @@ def _host() -> str:
 
 
 def boot_id() -> str:
-    """Return the Linux kernel's ID of the current boot, or an empty string."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -661,10 +650,7 @@ def started_at() -> float:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return True if the process that started at the given time is still running.
-
-    `started` is a value of `started_at` or `started_since_boot`.
-    """
+    # `started` is a value of `started_at` or `started_since_boot`. It tells the process from a later one with its id.
     import psutil
 
     try:

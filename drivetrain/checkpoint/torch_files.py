@@ -67,7 +67,7 @@ def check_parts(path: str | os.PathLike[str]) -> None:
 
 
 def plain_classes() -> list[Any]:
-    """Return harmless classes that `torch.load` may unpickle, such as NumPy's."""
+    # Unpickling these classes runs no code from a file.
     # NumPy 2 has moved these functions, and files may use either name.
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
@@ -194,13 +194,10 @@ class TorchShards:
         return read_pickled(path, data=io.BytesIO(stored))
 
 
-class _UnknownRecord(pickle.UnpicklingError):
-    """Error for an object in a pickle that is not part of torch's checkpoint metadata."""
+class _UnknownRecord(pickle.UnpicklingError): ...
 
 
 class _Records(pickle.Unpickler):
-    """Unpickler for checkpoint metadata of torch, which rejects all other classes."""
-
     def find_class(self, module: str, name: str) -> Any:
         # dtypes are pickled by name, such as `torch.float32`.
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -277,7 +274,7 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's saved state with parameter names in place of positions such as `#0`.
+    """Return an optimizer's saved state with the parameters' names in place of their positions.
 
     Args:
         saved: The state, as this module or another checkpoint format provides it. It is not modified.
@@ -302,6 +299,6 @@ def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict
 
 
 def holds_positions(saved: Any) -> bool:
-    """Return True if an optimizer's saved state identifies parameters by position, such as `#0`, instead of by name."""
+    """Return True if an optimizer's saved state identifies parameters by position instead of by name."""
     groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
     return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])

@@ -48,7 +48,7 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Convert a run's nested state to a dict of its tensors and a tree of plain values that JSON can store.
+    """Separate a run's nested state into tensors by name and a tree of plain values that JSON can store.
 
     The result has the entries `tree` and `tensors`.
 
@@ -343,7 +343,6 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as JSON for a checkpoint file."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -453,11 +452,8 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """Order tensors so that each starts at a multiple of its item size in a file, and return their indices.
-
-    Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
-    so on follow.
-    """
+    # In this order, each tensor starts at a multiple of its item size: tensors whose size is a multiple of a cache
+    # line come first, then those of a multiple of 32 bytes, of 16, and so on.
     listed = list(entries)
     return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, CACHE_LINE))
 
@@ -478,8 +474,6 @@ def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """Tensor in a safetensors file, with the offset at which its data begins."""
-
     entry: Entry
     start: int
 
@@ -489,7 +483,6 @@ class Placed:
 
 
 def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """Parse the header of a safetensors file to its tensors and metadata."""
     length = header_length(head, size, where)
     begin = _LENGTH + length
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """Facts about one batch of this process, such as its number and its rows.
+    """Record of one batch of this process, such as its number in the epoch, its rows and its padding.
 
     Attributes:
         index: Number of the batch among this process's batches of the epoch, from 0.
@@ -39,7 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the weight of this batch's loss in a mean over all processes, so that each row counts equally.
+        """Return the factor for this batch's mean loss, so that a mean over all processes counts each row equally.
 
         1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
         """
@@ -126,7 +126,7 @@ class ActiveLoaders:
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """Return how many of the last rows of a tensor with `rows` rows are padding of a loader's current batch.
+        """Return how many rows at the end of a tensor are padding that a loader has added to its current batch.
 
         The tensor is assumed to come from the latest batch with as many rows.
 

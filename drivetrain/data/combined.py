@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return this loader, or a copy with loaders of equal length if processes could not divide them otherwise.
+        """Return a loader that several processes can share: this one, or a copy whose loaders are equally long.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -126,7 +126,7 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over the epoch's combined batches up to `limit`, each made of the loaders' batches.
+        """Return an iterator over the combined batches of the epoch, which ends after `limit` batches.
 
         Args:
             limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
@@ -191,7 +191,7 @@ class CombinedLoader:
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Restore the positions and random generators of all loaders when the `with` block ends.
+        """Return a context manager that restores the positions and random generators of all loaders when it exits.
 
         See `PreparedLoader.preserve_state`.
         """
@@ -256,7 +256,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return the loaders' iterators for a new epoch. None starts a loader when its first batch is needed.
+        """Return an iterator per loader for a new epoch, or None for a loader that starts at its first batch.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -331,17 +331,10 @@ class CombinedLoader:
         return (loader.iterate_pending if self._pends else loader.iterate)(limit, self._together)
 
     def in_structure(self, batches: list[Any]) -> Any:
-        """Return `batches`, one per loader, in the list, tuple or dict structure in which the loaders were passed.
-
-        Args:
-            batches: A value for each loader, in order.
-        """
         return _rearranged(self.iterables, iter(batches))
 
 
 class CountedBatches(Sampler[Any]):
-    """Batch sampler that repeats or cuts a loader's batches to a given number."""
-
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self.batches: Any = loader.batch_sampler
         self.count, self.generator = count, loader.generator

@@ -11,7 +11,7 @@ from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 @dataclass(frozen=True)
 class DataShard:
-    """Part of a dataset that one process reads.
+    """The part of a dataset that a process reads, given as its index and the number of parts.
 
     `DataShard(0, 4)` is the first of four parts. Processes that work on one batch together (tensor, pipeline or context
     parallelism) have equal shards.

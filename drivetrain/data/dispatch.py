@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 
 
 class DispatchReader:
-    """Reader with which rank 0 reads all data and sends each process its batches.
+    """Reader that reads all data on rank 0 and sends every process its batches.
 
     The structure of the batches is sent when it changes, and their tensors are sent in each step. If reading fails on
     rank 0, every process raises an error.

@@ -301,7 +301,7 @@ Pair = tuple[Any, BatchInfo]
 
 
 class ReadyBatchesReader:
-    """Reader for any iterable of whole batches, such as a list, which picks those of this process.
+    """Reader for an iterable of complete batches, such as a list, of which each process keeps its own part.
 
     Every process iterates over all batches and keeps its own. A resumed epoch begins from the loader's own state if the
     loader has `state_dict` and `load_state_dict`. Otherwise the earlier batches are read again in the random state at

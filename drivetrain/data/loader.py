@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Return an iterator over up to `limit` of this process's batches. `together`: equally many on all processes.
+        """Return an iterator over this process's batches, which ends after `limit` batches of the epoch.
 
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
@@ -144,7 +144,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the loader's position at its end. Deprecated: use `preserve_state`."""
+        """Restore the loader's position when the returned context manager exits. Deprecated: use `preserve_state`."""
         return self.preserve_state()
 
     @contextmanager
@@ -226,7 +226,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int | None:
-        """Number of batches left in the epoch, with the current one, or None if unknown."""
+        """Number of batches left in the epoch, including the current batch, or None if unknown."""
         info = self.current
         if info is not None and info.last:
             return 1
@@ -239,7 +239,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def tail(self) -> TailPolicy:
-        """The `TailPolicy`: what happens at the end of an epoch if only some processes get a batch."""
+        """Policy that determines what happens at the end of an epoch if only some processes get a batch."""
         return self._layout.tail
 
     @tail.setter
@@ -262,7 +262,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, also in the dataset and the samplers.
+        """Set the number of the epoch that the next iteration reads, for this loader, its dataset and its samplers.
 
         Without this call, each iteration is the next epoch. A loaded position in another epoch is discarded.
 
@@ -345,7 +345,7 @@ class PreparedLoader(DataLoader[Any]):
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Make the next iteration start after this process's first `num_batches` batches, as in a resumed run.
+        """Skip the first `num_batches` batches of this process in the next iteration, as a resumed run does.
 
         Skipped samples of a map-style dataset are not read.
 
@@ -391,7 +391,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the position after a batch, described by its `BatchInfo`, as a dict to save in a checkpoint.
+        """Return the loader's position after the batch `reached` as a dict, from which a resumed run continues.
 
         Batches that were only read ahead do not count.
 
@@ -492,13 +492,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Number of samples without padding in the epoch's last step, or -1 during all other steps."""
+        """Number of samples in the epoch's last global batch, not counting padding, or -1 before the last batch."""
         info = self.current
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 
     @property
     def is_shared(self) -> bool:
-        """True if the loader's data is divided among the processes."""
+        """True if each process reads only its own part of the loader's data."""
         return self._layout.shard.count > 1
 
     @property

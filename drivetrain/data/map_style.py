@@ -141,7 +141,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Reader for a map-style dataset, which gives this process its part of the batches of the user's sampler."""
+    """Reader for a map-style dataset, which gives this process its share of the batches that the sampler draws."""
 
     def __init__(
         self,
@@ -374,7 +374,7 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
 
 
 def _started(items: Iterator[Any]) -> Iterator[Any]:
-    """Start an iterator by reading its first item, which makes samplers draw their order."""
+    # Reading the first item makes samplers draw their order now.
     return chain(list(islice(items, 1)), items)
 
 

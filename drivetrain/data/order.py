@@ -141,7 +141,7 @@ class PermutationSampler(Sampler[int]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of the next iteration and of `sampler[position]`.
+        """Set the epoch, which determines the permutation of the dataset that the next iteration yields.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -243,7 +243,7 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """How far an epoch has been read: numbers of batches and samples, and the random state at the epoch's start.
+    """Position of a loader in an epoch: the batches and samples before it, and the epoch's random state.
 
     Attributes:
         batches: Number of the user's batches before the position.

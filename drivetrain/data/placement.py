@@ -19,7 +19,7 @@ Place = Callable[[Any], Any]
 
 
 class SideStreamPlacement:
-    """Callable that copies batches to a device on a second stream, while the device computes.
+    """Callable that copies batches to a device on a separate stream, in parallel with the device's computation.
 
     The host never waits. A copy runs beside the kernels of the previous batch, and kernels queued after `receive` wait
     for it. Copies overlap only if host memory is pinned and the placing function uses `non_blocking=True`.
@@ -75,7 +75,7 @@ _ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
 
 
 class PendingBatch:
-    """Batch on the host that moves to the device when it is first used.
+    """Batch in host memory that is copied to the device only when it is first used.
 
     Args:
         batch: The batch on the host.

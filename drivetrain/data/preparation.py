@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 
 class SkippingLoader(DataLoader[Any]):
-    """View of a prepared loader without its first batches.
+    """DataLoader that reads from a prepared loader, but leaves out its first `count` batches.
 
     It has no own state. The epoch, the position and all attributes are those of the prepared loader. An epoch that is
     resumed through the view therefore counts as that loader's epoch.
@@ -165,7 +165,6 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Skipp
 
 
 def is_plain(loader: Any) -> bool:
-    """Return True if a loader is a `DataLoader` with torch's own `__iter__` method."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 

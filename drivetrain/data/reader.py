@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Iteration that a reader of a dataset has begun: this process's batches, and a function to call at the end.
+    """Iteration that a `Reader` has started: the batches that it yields, and the function that ends it.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.
@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 class Reader(Protocol):
-    """Interface of objects that read one process's share of the batches of a user's loader.
+    """Interface of readers, which iterate over a user's loader and yield the batches of one process.
 
     Attributes:
         layout: How batches are shared between processes. It may be changed between iterations.
@@ -135,7 +135,7 @@ def do_nothing() -> None: ...
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the options of another one, but a new dataset."""
+    """Create a DataLoader that reads `dataset` and takes all other options, except `changes`, from `loader`."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,

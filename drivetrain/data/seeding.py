@@ -69,7 +69,7 @@ def as_is(batch: Any) -> Any:
 
 
 class SeededBatches(Dataset[Any]):
-    """Dataset of whole batches that seeds the generators for each sample, so that any process gets equal values.
+    """Dataset that returns whole batches and seeds each sample, so that its values are equal on any process.
 
     It is indexed with `(epoch, indices)`, because persistent workers hold a copy that `set_epoch` cannot reach. In the
     main process the global generators are restored afterwards.
@@ -179,7 +179,7 @@ def collate_seed(seed: int, epoch: int, key: int) -> int:
 
 
 class ShowUsersDataset:
-    """`worker_init_fn` of a DataLoader that shows the user's dataset in place of drivetrain's wrapper."""
+    # A `worker_init_fn`, so that `get_worker_info().dataset` is the user's dataset and not drivetrain's wrapper.
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn

@@ -32,7 +32,7 @@ _END: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows of a batch that one process gets in a step, and the number of padding rows that complete them.
+    """Slice of a batch that one process gets in a step, and the padding rows that are appended to the slice.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -50,7 +50,7 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How to divide batches among processes: this process's part, the batch size, and the end of an epoch.
+    """Rules for dividing batches among processes, such as the policy for incomplete batches at the epoch's end.
 
     Attributes:
         shard: Part of the data that this process reads.
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of batches of the user's loader that all processes together use in one step."""
+        """Number of batches of the user's loader that all processes together consume in one step."""
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """First samples of an epoch, kept so that their repetition can complete the epoch's last batches.
+    """First samples of an epoch, which are repeated as padding if the epoch's last batches are incomplete.
 
     Attributes:
         samples: The samples.
@@ -107,7 +107,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Return the rows that a process takes in one step from batches of these `sizes`, or None if it takes none."""
+    """Choose the rows that one process takes from the batches of a step, whose numbers of rows are `sizes`."""
     if not all(sizes):
         raise DataError(
             "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
@@ -152,7 +152,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Yield each item with True if it is the last one, else False."""
+    """Yield each item together with a bool that is True for the last item."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
@@ -276,7 +276,7 @@ def share_of_batches(
 
 
 class BatchMismatch(Exception):
-    """Error while several batches are joined to one larger batch, for example because their keys differ."""
+    """Raised if batches cannot be joined into a larger one, for example because their keys differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
@@ -348,7 +348,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def pad_short_batches(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Yield batches with their infos, repeating rows of short batches, so that a device compiles for one size only."""
+    """Yield batches, and fill short ones with repeated rows, so that a device compiles for one size only."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -387,7 +387,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Pass on this process's batches with their infos, and raise an error if another process has more or fewer.
+    """Yield this process's batches, and raise an error if the number of batches differs between processes.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -410,7 +410,7 @@ def check_common_end(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def digest_of(samples: Any) -> str:
-    """Return a hash of the content of samples, by which processes find out if they read the same ones.
+    """Return a hash of the content of samples, so that processes can check whether they read equal samples.
 
     For objects of unknown classes, it covers the bytes (`tobytes`, as for images) or the attributes.
     """
@@ -444,7 +444,7 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Raise an error if an iterable dataset divides itself among processes, and so must not be divided again.
+    """Raise an error if an iterable dataset yields different samples on each process.
 
     An iterable dataset that shards itself would lose data if it were sharded again. All processes must call the
     function.
@@ -467,7 +467,7 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
 
 
 def check_same_dataset(dataset: Any) -> None:
-    """Raise an error if each process holds another part of a dataset, because drivetrain itself divides datasets.
+    """Raise an error if each process passes a different part of a dataset, which drivetrain would divide again.
 
     All processes must call the function.
 

@@ -137,7 +137,7 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen linear layer to which peft can add adapters, since it is an `nn.Linear` as peft requires.
+    """Frozen layer that is an `nn.Linear`, so that the peft package accepts the layer and adds adapters to it.
 
     Its weight is hidden, so that peft cannot change it.
     """
@@ -156,7 +156,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """LoRA adapters of the peft package, which `QLoRA(backend="peft")` adds to a model's linear layers."""
+    """Factory of the peft package's LoRA adapters, which `QLoRA(backend="peft")` adds to linear layers."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -362,7 +362,7 @@ class QLoRA:
         device_map: Any = None,
         **options: Any,
     ) -> nn.Module:
-        """Load `weights` if given, quantize and freeze the model in place, and add trainable LoRA adapters.
+        """Prepare a model for QLoRA training: load `weights`, quantize and freeze the layers, and add adapters.
 
         All processes must call this method with the same arguments and the same random seed.
 
@@ -449,8 +449,6 @@ def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
 
 
 class _DropFrozen:
-    """State dict hook that leaves out frozen parameters."""
-
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen
 

@@ -439,7 +439,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add hooks to a module and its submodules, which move inputs and offloaded weights to a device for the forward.
+    """Add hooks to a module and its submodules that move inputs and offloaded weights to the execution device.
 
     Args:
         module: The module.
@@ -561,7 +561,7 @@ _ON_CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Hook that keeps a model on the CPU until its forward is called, then moves the model to a device to stay.
+    """Hook that keeps a model on the CPU until its first forward, and then moves it to the execution device.
 
     Args:
         execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.
@@ -599,7 +599,7 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
 
 
 class UserCpuOffloadHook:
-    """Handle of a model with CPU offloading, to move it back or end the offloading.
+    """Handle with which to move a model back to the CPU or to remove its `CpuOffload` hook.
 
     Args:
         model: The model.
@@ -621,7 +621,7 @@ class UserCpuOffloadHook:
 def cpu_offload_with_hook(
     model: ModuleT, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[ModuleT, UserCpuOffloadHook]:
-    """Keep a model in CPU memory until its forward, and on the device afterwards.
+    """Keep a model on the CPU until its forward, and return a handle that moves the model back afterwards.
 
     It then stays on the device until another model runs. This serves pipelines of several models in which one model may
     run many times in a row. A model leaves the device when its successor runs, or when `offload()` of its handle is

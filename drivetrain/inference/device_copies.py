@@ -22,8 +22,6 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Offloaded weights that are copied to the device together."""
-
     name: str  # of its first module
     modules: list[nn.Module]
     places: list[Place]  # module and attribute of each weight
@@ -113,7 +111,7 @@ class _Arrived:
 
 
 class DeviceCopies:
-    """Device copies of offloaded weights, which are transferred ahead of their use."""
+    """Copies of offloaded weights on a device, which are prefetched before modules need them."""
 
     def __init__(
         self, groups: Sequence[Group], device: torch.device, budget: int, slots: int = 2, pin: bool = False
@@ -278,7 +276,7 @@ class _Ring:
 
 
 class MappedPages:
-    """Advice to the operating system about memory-mapped weight files: which parts to read ahead or to drop."""
+    """Advises the operating system which parts of memory-mapped weight files to read ahead or to drop."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache

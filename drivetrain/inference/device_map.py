@@ -43,7 +43,7 @@ class BalancedMemory(dict[Device, int]):
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, int]:
-    """Return how many bytes a model may use on each accelerator, the CPU and disk.
+    """Return the memory limit of each device in bytes: the given `max_memory`, or the memory that is free.
 
     Args:
         max_memory: Limits by device, in bytes or as text such as `"20GiB"`. Keys are an accelerator's number or name,
@@ -208,7 +208,7 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def prefetch(self) -> int:
-        """Number of offloaded blocks that fit on the main device besides the running block, to be copied in advance.
+        """Number of offloaded blocks that can be copied to the main device in advance, while another block runs.
 
         The number that was proven to fit. At least one if memory for one more block is left.
         """
@@ -225,13 +225,13 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Dict from device to the bytes that it needs for weights, offloaded weights' copies and activations."""
+        """Dict that maps each device to the memory in bytes that weights, offloaded blocks and activations need."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
     @property
     def boundaries(self) -> int:
-        """Number of moves from one device to another during one forward of the model with this device map."""
+        """Number of times that activations move between devices during one forward of the model."""
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:
@@ -239,7 +239,7 @@ class DeviceMap(dict[str, Any]):
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:
-        """Explain in one or two sentences why a module is on its device.
+        """Return the reason, in a few sentences, why this device map places the module `name` on its device.
 
         Args:
             name: Name of the module.

@@ -59,9 +59,7 @@ class ModelHook:
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Prepare a module when this hook is added to it.
-
-        Returns the module, or a replacement for it.
+        """Prepare or replace a module when this hook is added to it. Subclasses may override this method.
 
         Args:
             module: The module.
@@ -85,7 +83,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Receive the output of a module's forward, and return the output that the caller of the module gets.
+        """Process the output of a module's forward, and return the output that the module's caller receives.
 
         Args:
             module: The module.
@@ -97,16 +95,14 @@ class ModelHook:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Clean up if the module's forward has raised an exception, since `post_forward` is not called then.
+        """Clean up after a module's forward has raised an exception, in which case `post_forward` is not called.
 
         Args:
             module: The module.
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Undo what this hook has changed in a module, when the hook is removed from the module.
-
-        Returns the module, or a replacement for it.
+        """Undo the changes that `init_hook` has made to a module, when this hook is removed from the module.
 
         Args:
             module: The module.
@@ -326,10 +322,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that moves weights, so that `torch.compile` does not trace it.
-
-    Returns the wrapper.
-    """
+    # `torch.compile` must not trace functions that move weights.
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:

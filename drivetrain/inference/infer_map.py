@@ -42,7 +42,7 @@ def infer_map(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Assign the modules of a model to accelerators with the given memory, the CPU and the disk.
+    """Assign the modules of a model to accelerators, the CPU and the disk, given the memory of each of them.
 
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.

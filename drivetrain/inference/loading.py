@@ -231,8 +231,6 @@ def load_some(
 
 @dataclass(eq=False)
 class _Item:
-    """One tensor of a model, and the checkpoint weight to load into it."""
-
     names: list[str]
     places: list[Place]
     source: str  # name of the weight in the checkpoint
@@ -433,7 +431,6 @@ class _Loading:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Join names for a message, with a number in place of all but the first eight."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 

@@ -160,7 +160,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def meta_leftovers(model: nn.Module) -> dict[str, str]:
-    """Return the tensors of a model that are on the meta device, by name.
+    """Return the names of tensors that are still on the meta device, for example after loading a checkpoint.
 
     Args:
         model: The model.
@@ -262,9 +262,9 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: Sequence[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Save memory by keeping weights of linear and convolution layers in a small dtype between forwards.
+    """Save memory by storing the weights of linear and convolution layers in a smaller dtype, such as float8.
 
-    They are cast for each forward. All other layers, such as embeddings and norms, do not change.
+    The weights are cast for each forward. All other layers, such as embeddings and norms, do not change.
 
     Args:
         module: The model, in the compute dtype.

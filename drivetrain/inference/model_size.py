@@ -40,7 +40,7 @@ _MAX_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a model: its number of parameters, and bytes of buffers and files.
+    """Size of a model: its number of parameters, the bytes of its buffers, and the bytes of its weight files.
 
     Attributes:
         parameters: Number of parameters, tied ones counted once.
@@ -64,7 +64,7 @@ class ModelSize:
 def read_model(
     source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False, device: str = "meta"
 ) -> nn.Module | ModelSize:
-    """Return a model on the meta device, from a class or a config.
+    """Build a model on the meta device from the class or config that `source` names, to measure its size.
 
     For safetensors files, return its size only. Another `device` is for classes that cannot be built without values.
     """
@@ -137,7 +137,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Return a model's number of parameters: all, the trained ones, and those of each unit that FSDP shards."""
+    """Count the parameters of a model: all parameters, those that are trained, and those of each FSDP unit."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
@@ -190,8 +190,7 @@ def matrices_of(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) in inside]
 
 
-class Layer(nn.Module):
-    """Empty module, to which the tensors of one layer in safetensors files are added as parameters."""
+class Layer(nn.Module): ...
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:

@@ -28,7 +28,7 @@ from drivetrain.runtime.errors import CheckpointError
 
 @dataclass(eq=False)
 class Place:
-    """Reference to a model's parameter or buffer, to read or replace the tensor.
+    """Reference to one parameter or buffer of a model, through which its tensor can be read and replaced.
 
     Attributes:
         module: The module.
@@ -248,7 +248,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return the memory-mapped file that contains the offloaded weight `key`, and the weight's name in the file.
+        """Return the memory-mapped file that holds the weight `key`, and the name of the weight in this file.
 
         Args:
             key: Name of the weight.
@@ -278,8 +278,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class FolderWeights(Weights):
-    """Weights stored in an offload folder, to be loaded into a model like a checkpoint."""
-
     def __init__(self, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None) -> None:
         self.where = "the index given" if folder is None else os.fspath(folder)
         self._loader = OffloadedWeightsLoader(save_folder=folder, index=index)
@@ -296,7 +294,7 @@ class FolderWeights(Weights):
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """View of a mapping's items whose keys start with a prefix, without the prefix.
+    """Read-only view of the items of `dataset` whose keys start with `prefix`, which is removed from the keys.
 
     Args:
         dataset: The mapping.

@@ -136,7 +136,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Record of the hooks and tensors that `dispatch_model` changed in a model, so that this can be undone."""
+    """Record of what `dispatch_model` has changed in a model, such as hooks, so that the changes can be undone."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -423,9 +423,7 @@ def cpu_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters in CPU memory.
-
-    Each forward copies them to a device, part by part.
+    """Keep a model's parameters in CPU memory, and copy them to the device part by part during each forward.
 
     Args:
         model: The model.
@@ -452,9 +450,9 @@ def disk_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters on disk.
+    """Keep a model's parameters on disk, and read them part by part during each forward.
 
-    Each forward reads them and copies them to a device. Parameters that were loaded from safetensors files with
+    Parameters that were loaded from safetensors files with
     `device_map="disk"` are read from these files. Other parameters are written to the folder. A model on the meta
     device gets its values from the folder.
 

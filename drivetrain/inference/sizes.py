@@ -141,7 +141,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Return the bytes of a model's largest indivisible module, and the names of all modules of this size.
+    """Return the size in bytes of the largest indivisible module, and the names of all modules of that size.
 
     Args:
         modules: Names with modules, parameters or buffers.
@@ -170,7 +170,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and the bytes and names of its largest indivisible modules.
+    """Return the size of a model in bytes, and the size and names of its largest indivisible modules.
 
     Args:
         model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
@@ -191,7 +191,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 class Loading(NamedTuple):
-    """Options that determine how much memory a loaded model takes, such as the dtype of its weights.
+    """Options that determine how much memory a model takes when it is loaded, such as the dtype of its weights.
 
     Attributes:
         dtype: Dtype of floating-point tensors if it is smaller than their own.
@@ -236,7 +236,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the modules and tensors that a device map can place separately, as a dict from name to position."""
+    """Return the modules and tensors that a device map can place separately, each with its index in the model."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 
@@ -337,7 +337,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Run a model without real data, and return the peak bytes of activations of each module in `units`."""
+    """Run a model on the meta device to find the peak memory in bytes of the activations of each unit."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

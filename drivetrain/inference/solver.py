@@ -122,7 +122,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Memory of one device that a device map uses, in bytes: weights, offloaded blocks, activations and the limit.
+    """Memory in bytes that a model takes on one device, listed by purpose, and the device's limit.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -143,7 +143,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Task of dividing a model among devices: sizes of the model's blocks, and memory limits of the devices."""
+    """Input of the solver for device maps: the sizes of a model's blocks and the memory limits of the devices."""
 
     blocks: Sequence[Block]  # in execution order
     budgets: Sequence[Budget]  # in the order accelerators, host, disk
@@ -155,7 +155,7 @@ class Problem:
 
     @property
     def executors(self) -> list[int]:
-        """Indices of the devices that can run offloaded blocks, accelerators first."""
+        """Indices of the devices that can compute offloaded blocks: first all accelerators, then the CPU."""
         host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
         return [*self.accelerators, *host]
 
@@ -205,7 +205,7 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Choose a device for each block of a model within the devices' memory limits, and return the choices.
+    """Assign each block of a model to a device, so that no device exceeds its memory limit.
 
     Returns None if no assignment is found. Blocks are offloaded to the CPU or disk only if the accelerators cannot hold
     all of them.

@@ -60,7 +60,7 @@ class _Mover(Protocol):
 
 
 class WeightStream:
-    """Copying of a model's offloaded weights to its device, group by group, before the modules that need them run.
+    """Copies a model's offloaded weights to the device group by group, before the modules that need them run.
 
     On the CPU, weights are memory-mapped from their safetensors files and nothing is copied. On other devices, each
     group is copied while the previous one computes. Between forwards, all parameters are on the host and can be read
@@ -209,7 +209,7 @@ class WeightStream:
                 )
 
     def remove(self) -> None:
-        """End the streaming of weights: remove all hooks from the model, and the weights' copies on the device.
+        """Stop streaming: remove all hooks from the model, and free the device's copies of the weights.
 
         The weights stay in host memory or files.
         """

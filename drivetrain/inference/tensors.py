@@ -116,7 +116,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of each group one parameter again, after loading has made them separate.
+    """Tie parameters of a model again that loading has separated, so that each group shares one parameter.
 
     In each group, the first one with values replaces the others.
 
@@ -147,7 +147,7 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Move a parameter or buffer of a module to a device, or set its value or dtype.
+    """Move a module's parameter or buffer to a device, and optionally set its value or cast its dtype.
 
     A parameter keeps its class, its attributes and `requires_grad`. A value that is already on the device is not
     copied.

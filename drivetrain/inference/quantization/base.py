@@ -16,7 +16,7 @@ _PIECES = 16  # a weight is quantized in this many pieces, since each needs up t
 
 
 class Quantizer(ABC):
-    """Base class of quantizers, which replace linear layers by layers of fewer bits.
+    """Base class of quantizers, which replace linear layers with layers that store weights in fewer bits.
 
     Subclasses become available by name with `register_quantizer`.
 
@@ -37,7 +37,7 @@ class Quantizer(ABC):
         """
 
     def takes(self, module: nn.Module) -> bool:
-        """Return True if this quantizer can replace `module` by a quantized layer.
+        """Return True if this quantizer can replace `module` with a quantized layer.
 
         By default, only exact `nn.Linear` modules.
 
@@ -59,7 +59,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def made(self, module: nn.Module) -> bool:
-        """Return True if `module` is a quantized layer of the kind that `quantize` of this class returns.
+        """Return True if `module` is a quantized layer that a quantizer of this class has created.
 
         Args:
             module: The module.
@@ -80,7 +80,7 @@ class Quantizer(ABC):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Create a quantized layer from the tensors and strings that `saved` returned when the layer was saved.
+        """Create a quantized layer from saved tensors and strings, when a quantized model is loaded from a file.
 
         Args:
             layer: The layer to replace.
@@ -90,7 +90,7 @@ class Quantizer(ABC):
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Return True if the names of a layer's saved tensors show that this kind of quantizer has quantized the layer.
+        """Return True if a saved layer was quantized by this class, which the names of its tensors show.
 
         Args:
             names: Names of a layer's tensors in the file, without the bias.
@@ -98,7 +98,7 @@ class Quantizer(ABC):
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Make a quantized layer pass gradients again, if its library has packed the weight for fast inference.
+        """Enable the backward pass of a quantized layer whose library has packed the weight for fast inference.
 
         Args:
             layer: The layer.
@@ -116,7 +116,7 @@ class Quantizer(ABC):
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Replace the tensors that make up a layer's quantized weight, such as its values and scales, by `parts`.
+        """Replace the tensors that represent a layer's quantized weight, such as values and scales, with `parts`.
 
         Args:
             layer: The layer.

@@ -31,7 +31,7 @@ Map = Mapping[str, torch.device | str | int]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantizer of a model and the names of its quantized layers, kept in the model's attribute `quantization`.
+    """Description of a quantized model, stored as `model.quantization`: the quantizer and the layers' names.
 
     Attributes:
         quantizer: The quantizer.
