@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Iteration that a `Reader` has started: the batches that it yields, and the function that ends it.
+    """Iteration that a `Reader` has started: its remaining batches, and a function to call when it has ended.
 
     Attributes:
         pairs: This process's batches, each with its `BatchInfo`.

@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two checks of the
 def verify_operation(
     operation: str, data: Any, state: PartialState, ignore: Literal["rows", "sizes"] | None = None
 ) -> None:
-    """Raise an error in debug mode if ranks call different collectives, or with tensors of unequal shapes.
+    """In debug mode, raise an error if ranks call different collectives or pass tensors of unequal shapes.
 
     The ranks compare their calls through the store, not through a collective. A rank that calls something else is
     therefore reported instead of causing a hang.
@@ -142,7 +142,7 @@ def _describe_structure(data: Any, ignore: str | None) -> str:
 
 
 class _Words(str):
-    """String whose `repr` has no quotes, for readable error messages."""
+    # Shown without quotes in error messages.
 
     __slots__ = ()
 

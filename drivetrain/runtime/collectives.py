@@ -127,7 +127,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def gather_on_main(blocks: Sequence[Any]) -> list[Any]:
-    """Return on the main process the Python objects in `blocks` of all processes. Other processes get [].
+    """Collect the Python objects in `blocks` from all processes on the main process. Others get an empty list.
 
     One object per process is sent at a time, so that the largest of them bounds the memory of the transfer.
 
@@ -191,7 +191,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Copy the tensors of one process into the tensors of all other processes.
+    """Overwrite the tensors on all processes with those of the process `from_process`, and return them.
 
     Args:
         tensor: A nested structure of tensors with equal shapes and dtypes on all processes. The tensors are overwritten

@@ -132,7 +132,7 @@ class DeviceKind:
         return 1 if self.drives_all else self.count()
 
     def why_absent(self) -> str:
-        """Return why this machine has no device of this kind, as text that can end an error message."""
+        """Return the reason why this kind of device is unavailable, phrased as the end of an error message."""
         return "this machine has none (or torch was built without it)."
 
     def device(self, index: int) -> torch.device:
@@ -224,7 +224,7 @@ class DeviceKind:
             return None
 
     def describe(self, device: torch.device) -> str:
-        """Return the model name of a device, such as that of a GPU, or the kind's name if there is none.
+        """Return the product name of a device, such as `NVIDIA H100`, or this kind's `name` if torch gives none.
 
         Args:
             device: The device.
@@ -362,7 +362,7 @@ class CPU(DeviceKind):
 
 
 class CUDA(DeviceKind):
-    """GPUs of NVIDIA or AMD as a device kind."""
+    """Device kind for GPUs of NVIDIA (CUDA) and AMD (ROCm)."""
 
     def __init__(self) -> None:
         super().__init__(

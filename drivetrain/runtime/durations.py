@@ -94,7 +94,7 @@ class Duration:
 
     @classmethod
     def of(cls, value: Any, name: str = "duration") -> Duration | None:
-        """Parse a duration from text such as `"2 epochs"`, a timedelta or a dict. Return None for None.
+        """Convert text such as `"2 epochs"`, a timedelta or a dict to a `Duration`. None stays None.
 
         Args:
             value: Text such as `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10 min"` or `"10%"`;
@@ -161,12 +161,12 @@ class Duration:
 
     @property
     def timedelta(self) -> timedelta:
-        """This duration as a `datetime.timedelta`. The unit must be seconds."""
+        """The duration as a `datetime.timedelta`, which is available only if the unit is seconds."""
         assert self.unit is Unit.SECONDS
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """Return the part of `whole` for which this fraction stands, such as 5 epochs for 10 % of 50 epochs.
+        """Return this fraction of the duration `whole`, for example 5 epochs for 10 % of 50 epochs.
 
         Args:
             whole: Length of the run.

@@ -103,7 +103,6 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the closest allowed word, or ""."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
@@ -141,7 +140,7 @@ def _torch() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of user code, such as `"train.py:12 in main"`."""
+    """Return the innermost line of user code on the call stack, for messages: `"train.py:12 in main"`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -211,11 +210,8 @@ def _shorten(links: list[BaseException], of_ours: int) -> None:
 
 
 def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
-    """Shorten a traceback to user code and at most `of_ours` frames of drivetrain.
-
-    Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
-    library between frames of drivetrain are removed with them.
-    """
+    # Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
+    # library between frames of drivetrain are removed with them.
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -305,7 +301,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class of objects that pickle saves as their constructor's arguments, and constructs again on loading."""
+    """Base class of objects that are pickled as constructor arguments and unpickled by calling the constructor."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -71,7 +71,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Sign:
-    """Progress of one rank, which the launcher reads from a file to find processes that hang.
+    """Progress report of one rank, which the launcher reads to detect processes that hang.
 
     Attributes:
         beats: Number of units of progress so far.
@@ -85,7 +85,7 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Start to report this process's progress to the launcher through a file, and its stack after a signal."""
+    """Start reporting this process's progress to the launcher, and dump the stack when the launcher asks."""
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return
@@ -127,7 +127,7 @@ _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Tell the launcher whether the run continues if this process dies."""
+    """Tell the launcher whether the run can continue without this process if the process dies."""
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if not error_file:
         return

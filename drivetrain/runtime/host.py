@@ -86,7 +86,7 @@ def _read_kernel_file(path: str) -> bytes:
 
 
 def cpu_times() -> tuple[float, float]:
-    """Return two sums over all CPUs of the machine: seconds of work, and seconds of work and idling.
+    """Return the seconds that all CPUs together have spent on work, and the sum of their busy and idle seconds.
 
     Only differences of two results are meaningful. On Linux they are read from a file, without psutil.
     """

@@ -65,7 +65,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 def report(text: str, level: int = logging.INFO, show: Callable[[str], object] = print_text, **fields: object) -> None:
-    """Log a line of text about the run at a level, or print the text with `show` if logging is not configured.
+    """Log a line about the run at `level`, or pass the line to `show` if Python's logging has no handler.
 
     Args:
         text: The line.
@@ -90,7 +90,7 @@ class Collector(logging.Handler):
     """Base class of log handlers that keep what drivetrain logs and prints, without displaying anything."""
 
     def add_line(self, text: str) -> None:
-        """Receive each text that drivetrain prints instead of logging, such as a table.
+        """Record a text, such as a table, that drivetrain prints instead of logging.
 
         Args:
             text: The line, which may contain line breaks.
@@ -98,7 +98,6 @@ class Collector(logging.Handler):
 
 
 def collect(text: str) -> None:
-    """Pass a printed line to the log collectors, such as that of the run report."""
     for handler in _RUN.handlers:
         if isinstance(handler, Collector):
             handler.add_line(text)

@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a function call on all processes: whether memory sufficed everywhere, and this process's result.
+    """Result of a function that all processes have called, and whether any of them ran out of memory.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -163,7 +163,7 @@ def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and empty the device's cache. Return a None for each object, to assign to its variable.
+    """Free the memory of `objects` and empty the device's cache. Return a None to assign to each variable.
 
     Args:
         *objects: The objects to release.
@@ -248,7 +248,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Buffer that copies the results of batches to the CPU in blocks, to wait for the device only once per block.
+    """Buffer that copies results to the CPU asynchronously, and waits for the device once per block of results.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.
@@ -309,7 +309,6 @@ def parameter_size(layer: torch.nn.Module, name: str, parameter: Any, whole: int
 
 
 def wraps_others(tensor: Any) -> bool:
-    """Return True if a tensor subclass stores its data in inner tensors."""
     return bool(_wraps(tensor))
 
 

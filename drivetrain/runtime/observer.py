@@ -48,7 +48,7 @@ class Observer:
         return hooks
 
     def before_clipping(self) -> None:
-        """Inspect the gradients of a step before they are clipped. Does nothing by default."""
+        """Inspect the gradients of a step before they are clipped. Subclasses override this hook."""
 
     def trackers(self, trackers: list[Any]) -> list[Any]:
         return trackers

@@ -79,7 +79,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return a nested structure in which `func` has replaced each tensor, or each leaf that `test_type` selects.
+    """Apply `func` to each tensor in a nested structure, and return a structure with the results.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
@@ -175,7 +175,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def batch_size_or_none(data: Any) -> int | None:
-    """Return the number of rows in a batch, or None if it has none."""
+    """Return the number of rows in a batch, or None if no element of the batch has rows."""
     if isinstance(data, Tensor):
         return data.size(0) if data.dim() else None
     for leaf in _leaves(data):

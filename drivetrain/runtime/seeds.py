@@ -157,7 +157,7 @@ _own_generators: dict[str, torch.Generator] = {}
 
 
 def own_generator(name: str) -> torch.Generator:
-    """Create a torch generator for the purpose `name`, without drawing from the global random generators.
+    """Create a named torch generator, whose use does not advance the global random generators.
 
     It is seeded from the state of torch's global generator, which does not change. Its state is part of this process's
     `RandomState` until another generator of that name is created.
@@ -210,7 +210,7 @@ class RandomState:
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
     def restore(self) -> None:
-        """Restore all saved random generators."""
+        """Set the random generators back to the states that `capture` has saved."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
@@ -264,7 +264,7 @@ class RandomState:
 
 
 class KeptGenerators:
-    """Snapshot of the global CPU random generators, to find out which of them are used and to restore them.
+    """Snapshot of the global CPU generators, which can restore them and show which of them have been used.
 
     Used as a context manager, it restores the generators after the body. It can be entered repeatedly.
     """
@@ -307,7 +307,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 @contextmanager
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
-    """Return a context manager that restores the state of the global random generators at its end.
+    """Return a context manager that restores the global random generators when it exits.
 
     Copying NumPy's state takes most of the time, so use it once per batch and not once per sample.
     """
@@ -359,7 +359,7 @@ def several_processes() -> bool:
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Return each random generator that the given data loaders, datasets or samplers have as an attribute.
+    """Return all random generators that are attributes of `owners`, such as loaders, datasets and samplers.
 
     These are generators of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`), each once, in an
     order that is equal on all processes.
@@ -434,7 +434,7 @@ def kept_generators(*owners: Any) -> Iterator[None]:
 
 @dataclass
 class EpochStart:
-    """Random state at the start of an epoch, which determines its sample order.
+    """Random state at the start of an epoch, from which a resumed run draws the same sample order.
 
     Attributes:
         shared: State of the global generators of Python, NumPy and torch.
@@ -473,7 +473,7 @@ class EpochStart:
 
 
 class SeparateDraws:
-    """Random state from which only the sample order of an epoch is drawn, apart from the global generators.
+    """Copy of an epoch's random state, from which its sample order is drawn instead of the global generators.
 
     If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
     next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which

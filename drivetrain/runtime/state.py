@@ -159,7 +159,7 @@ class PartialState:
         self.environment, self.kind, self.device = environment, kind, chosen
 
     def move_to(self, kind: DeviceKind, device: torch.device) -> None:
-        """Switch a process that belongs to no process group to another device, for example for a second Trainer.
+        """Switch this process to another device, for example for a second Trainer in a run of a single process.
 
         Each Trainer and Accelerator of a process may have a device of its own. A Trainer selects it when it runs.
 
@@ -200,7 +200,7 @@ class PartialState:
 
     @property
     def store(self) -> Store | None:
-        """Key-value store that all processes share, through which they found each other at the start.
+        """Key-value store that all processes share, through which drivetrain has connected them at the start.
 
         None in a single process, or if the script made the process group.
         """
@@ -351,7 +351,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, dynamic: bool = False) -> Iterator[Any]:
-        """Split `inputs` between the processes.
+        """Return a context manager that gives each process its part of `inputs`, for example for inference.
 
         The context manager yields one contiguous part to each. If the length is not a multiple of the number of
         processes, the first processes get one more item.

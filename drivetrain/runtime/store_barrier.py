@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Return True once all processes have called this function with an equal `name`, or False if time is up.
+    """Wait until all processes have called this function with the same `name`. Return False after `patience`.
 
     No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
     answer, unless the process that serves the store has exited.
@@ -43,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Exchange one text per process through the store, and return all texts, or None if a process is missing."""
+    """Send the text `own` to all processes and return all texts, or None if a process does not arrive in time."""
     state = PartialState()
     if not state.use_distributed:
         return [own]

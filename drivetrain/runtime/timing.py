@@ -48,7 +48,7 @@ _RECHECKED = 16
 
 
 class Timing:
-    """Measurement of how long a run spends in each of its parts, such as data loading and backward.
+    """Timer that measures how long a run spends in each part, such as data loading or the backward pass.
 
     All time of `fit` from the beginning of the first epoch counts for one of the `PARTS`. Validation, checkpoints, ends
     of epochs and tracker writes are always measured. Within steps, marks separate the parts. If marks take less than
@@ -109,13 +109,13 @@ class Timing:
 
     @property
     def inferred(self) -> float:
-        """Fraction of the run's time in steps that were not timed, whose parts are estimated from the timed steps."""
+        """Fraction of the run's time whose division into parts was estimated from other steps, not measured."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the measured times as a dict: total seconds, and seconds and share of each part of the run."""
+        """Return the measured times as a dict with the total, and the seconds and the share of each part."""
         return {
             "total_seconds": self.total_seconds,
             "inferred": self.inferred,
@@ -138,7 +138,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Return a context manager for a training run, which measures the seconds spent in each part, such as backward.
+        """Return a context manager that measures how long each part of a training run takes.
 
         Earlier measurements are discarded.
 
@@ -170,7 +170,7 @@ class Timing:
         return before
 
     def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, count its time for a part of the run such as `FORWARD`, and return its result.
+        """Call a function, add its duration to the time of `part`, such as `FORWARD`, and return its result.
 
         Check `on` first and call the function directly in an unmarked step.
 
@@ -351,7 +351,7 @@ class TimeSpent:
         )
 
     def sentence(self) -> str:
-        """Return advice on how to shorten the slowest part of the training."""
+        """Return a sentence that tells which part takes most of the training time, and how to shorten it."""
         if self.total <= 0:
             return ""
         name, most = max(self.callbacks.items(), key=lambda item: item[1], default=("", 0.0))

@@ -111,7 +111,7 @@ class WorkQueue:
         return _item(self._inputs, taken[0])
 
     def done(self, result: Any) -> None:
-        """Store the result of the queue item that this process has taken last, for `results` on all processes.
+        """Store the result of the item that this process took last, so that `results` returns it on all processes.
 
         Args:
             result: A picklable object. Its tensors are moved to the CPU.
@@ -145,7 +145,7 @@ class WorkQueue:
         return self.results()
 
     def results(self) -> list[Any]:
-        """Return the results that the processes have stored with `done` for all items, in the order of the items.
+        """Return the results of all items, which the processes stored with `done`, in the order of the items.
 
         Call this after the loop over the queue has ended.
 

@@ -62,7 +62,7 @@ def is_started() -> bool:
 
 
 def start(spmd: bool) -> None:
-    """Start the XLA runtime of this process on one device or all devices (SPMD)."""
+    """Start the XLA runtime, in which this process uses one device, or all devices if `spmd` is True."""
     import_torch_xla()
     runtime = importlib.import_module("torch_xla.runtime")
     if is_started() and bool(runtime.is_spmd()) != spmd:
@@ -123,7 +123,7 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Execute all recorded XLA operations, and optionally wait for them."""
+    """Execute the lazy XLA operations that have been recorded so far, and optionally wait for their results."""
     import_torch_xla().sync(wait=wait)
 
 
@@ -138,7 +138,7 @@ def rng_state() -> torch.Tensor:
 
 
 def seed_of(state: torch.Tensor) -> int:
-    """Convert a saved XLA random state to the seed that restores it."""
+    """Convert the state of an XLA random generator to the integer seed that sets this state again."""
     return int.from_bytes(bytes(state.tolist()), "little")
 
 
