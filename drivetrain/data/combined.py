@@ -256,10 +256,8 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return an iterator per loader for a new epoch, or None for a loader that starts at its first batch.
-
-        A subclass may begin all of them here, so that each loader draws its order at once.
-        """
+        # None starts a loader when its first batch is needed. A subclass may begin all of them here, so that each
+        # loader draws its order at once.
         return [None] * len(self.loaders)
 
     def _side_by_side(self, iterators: list[Any]) -> _Pairs:

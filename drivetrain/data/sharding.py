@@ -68,7 +68,6 @@ class Layout(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of batches of the user's loader that all processes together consume in one step."""
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
@@ -107,7 +106,6 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Choose the rows that one process takes from the batches of a step, whose numbers of rows are `sizes`."""
     if not all(sizes):
         raise DataError(
             "The batch sampler returned an empty batch, which cannot be split among processes. Every batch must have "
@@ -152,7 +150,6 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Yield each item together with a bool that is True for the last item."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step

@@ -137,10 +137,7 @@ _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """Frozen layer that is an `nn.Linear`, so that the peft package accepts the layer and adds adapters to it.
-
-    Its weight is hidden, so that peft cannot change it.
-    """
+    # An nn.Linear, as peft requires. Its weight is hidden, so that peft cannot change it.
 
     scaling: Tensor
 
@@ -156,8 +153,6 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """Factory of the peft package's LoRA adapters, which `QLoRA(backend="peft")` adds to linear layers."""
-
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
         ours = [name for name in self._options if name in _OURS]

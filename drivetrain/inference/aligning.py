@@ -599,7 +599,7 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
 
 
 class UserCpuOffloadHook:
-    """Handle with which to move a model back to the CPU or to remove its `CpuOffload` hook.
+    """Handle that moves a model back to the CPU, or removes the model's `CpuOffload` hook.
 
     Args:
         model: The model.

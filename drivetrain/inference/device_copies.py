@@ -111,8 +111,6 @@ class _Arrived:
 
 
 class DeviceCopies:
-    """Copies of offloaded weights on a device, which are prefetched before modules need them."""
-
     def __init__(
         self, groups: Sequence[Group], device: torch.device, budget: int, slots: int = 2, pin: bool = False
     ) -> None:
@@ -276,8 +274,6 @@ class _Ring:
 
 
 class MappedPages:
-    """Advises the operating system which parts of memory-mapped weight files to read ahead or to drop."""
-
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache
         self._ranges: list[list[MappedRange]] = []

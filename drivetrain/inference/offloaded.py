@@ -248,11 +248,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """Return the memory-mapped file that holds the weight `key`, and the name of the weight in this file.
-
-        Args:
-            key: Name of the weight.
-        """
         info = self.index[key]
         name = str(info.get("weight_name", key))
         if "safetensors_file" in info:

@@ -136,8 +136,6 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Record of what `dispatch_model` has changed in a model, such as hooks, so that the changes can be undone."""
-
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
         self._written, self._moved = list(written), list(moved)

@@ -236,7 +236,6 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the modules and tensors that a device map can place separately, each with its index in the model."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 

@@ -143,8 +143,6 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the solver for device maps: the sizes of a model's blocks and the memory limits of the devices."""
-
     blocks: Sequence[Block]  # in execution order
     budgets: Sequence[Budget]  # in the order accelerators, host, disk
     stream_buffers: int = 1  # offloaded blocks that are on the executing device at a time
@@ -155,7 +153,6 @@ class Problem:
 
     @property
     def executors(self) -> list[int]:
-        """Indices of the devices that can compute offloaded blocks: first all accelerators, then the CPU."""
         host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
         return [*self.accelerators, *host]
 

@@ -116,7 +116,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie parameters of a model again that loading has separated, so that each group shares one parameter.
+    """Tie a model's parameters again after loading has separated them, so that each group is one parameter.
 
     In each group, the first one with values replaces the others.
 

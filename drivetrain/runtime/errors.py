@@ -301,7 +301,7 @@ def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> Unk
 
 
 class MadeAgain:
-    """Base class of objects that are pickled as constructor arguments and unpickled by calling the constructor."""
+    # Pickled as the arguments of the constructor, which is called again on loading.
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -81,7 +81,6 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
-    """Print like the built-in `print`, but ignore errors of the stream, such as a closed pipe."""
     print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 
@@ -107,8 +106,6 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 class Lenient:
-    """Wrapper of an output stream that ignores write errors, such as those of a closed pipe."""
-
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 

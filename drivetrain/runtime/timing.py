@@ -170,18 +170,7 @@ class Timing:
         return before
 
     def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, add its duration to the time of `part`, such as `FORWARD`, and return its result.
-
-        Check `on` first and call the function directly in an unmarked step.
-
-        Args:
-            part: One of the part numbers, such as `FORWARD`.
-            function: The function.
-            *args: Its arguments.
-
-        Returns:
-            The function's return value.
-        """
+        # Callers check `on` first, and call the function directly in an unmarked step.
         outer = self.enter(part)
         result = function(*args)
         self.enter(outer)
@@ -351,7 +340,6 @@ class TimeSpent:
         )
 
     def sentence(self) -> str:
-        """Return a sentence that tells which part takes most of the training time, and how to shorten it."""
         if self.total <= 0:
             return ""
         name, most = max(self.callbacks.items(), key=lambda item: item[1], default=("", 0.0))

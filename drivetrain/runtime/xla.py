@@ -62,7 +62,6 @@ def is_started() -> bool:
 
 
 def start(spmd: bool) -> None:
-    """Start the XLA runtime, in which this process uses one device, or all devices if `spmd` is True."""
     import_torch_xla()
     runtime = importlib.import_module("torch_xla.runtime")
     if is_started() and bool(runtime.is_spmd()) != spmd:
@@ -123,7 +122,6 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Execute the lazy XLA operations that have been recorded so far, and optionally wait for their results."""
     import_torch_xla().sync(wait=wait)
 
 
@@ -138,7 +136,6 @@ def rng_state() -> torch.Tensor:
 
 
 def seed_of(state: torch.Tensor) -> int:
-    """Convert the state of an XLA random generator to the integer seed that sets this state again."""
     return int.from_bytes(bytes(state.tolist()), "little")
 
 
