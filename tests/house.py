@@ -454,7 +454,7 @@ ROOMS = {
     "data": (14, 3001),
     "inference": (24, 5420),
     "launch": (15, 4228),
-    "planning": (13, 2603),
+    "planning": (13, 2605),
     "runtime": (25, 3701),
     "strategies": (57, 11126),
     "trackers": (18, 2960),

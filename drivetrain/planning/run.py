@@ -247,12 +247,14 @@ def _on_rank(
             if candidate.kind.has_engine:
                 strategy.check(RunOptions(precision, Given("gradient_accumulation_steps", candidate.accumulation)))
                 module = Placed(precision.convert(module.task))
+                done = copy.copy(precision)
+                done.convert = lambda model: model  # type: ignore[method-assign]  # see `Placed`
                 with mode, recorder:
                     fill(module)
                     give_values(module, fake)
                     recorder.add([*module.parameters(), *module.buffers()], "parameters")
                     recorder.prepares = True
-                    prepared, (optimizer,) = strategy.prepare(module, [make(module)], precision, move=False)
+                    prepared, (optimizer,) = strategy.prepare(module, [make(module)], done, move=False)
                     recorder.prepares = False
                     recorder.add([getattr(each, "ds_tensor", None) for each in prepared.parameters()], "parameters")
             elif candidate.pp > 1:
