@@ -41,7 +41,7 @@ class Compilation:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile the given model in place with `torch.compile`, or each submodule of a Trainer's task.
+        """Compile a model in place with `torch.compile`. For a Trainer's task, compile each submodule.
 
         A model that is already compiled is left as it is. Of a Trainer's task, each submodule is compiled instead of
         the step methods, so that logging causes no graph breaks.

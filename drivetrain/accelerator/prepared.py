@@ -159,7 +159,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The option `adjust_scheduler` of the `GradientAccumulationPlugin`. It has no effect."""
+        """The `adjust_scheduler` option that was passed to `GradientAccumulationPlugin`. It has no effect."""
         return self.plugin.adjust_scheduler
 
     @property

@@ -34,7 +34,7 @@ _PATTERNS = ("predictions-*-of-*", "batch-*")
 
 
 def check_format(name: str | None) -> str:
-    """Validate the format of prediction files, or choose one if it is None."""
+    """Check that prediction files can be written in the format `name`. Return a default if it is None."""
     installed = find_spec("pyarrow") is not None
     if name is None:
         return "parquet" if installed else "safetensors"

@@ -21,7 +21,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options for copying offloaded weights to the device during a forward.
+    """Options that control how offloaded weights are copied to the device during a forward pass.
 
     Args:
         groups: `"block"` makes one group of each repeated block, and of each other module with weights of its own.

@@ -406,7 +406,7 @@ class MPS(DeviceKind):
 
 
 class XLADevice(DeviceKind):
-    """Implementation of `DeviceKind` for XLA devices, such as TPUs.
+    """XLA devices, such as TPUs, as torch_xla provides them.
 
     Selecting an XLA device does not start the runtime. The strategy starts it, because the choice between one device
     and all of them (SPMD) is final.

@@ -138,7 +138,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Return a context manager that measures how long each part of a training run takes.
+        """Measure how long each part of a training run takes, within a `with` block.
 
         Earlier measurements are discarded.
 

@@ -38,7 +38,7 @@ class Secrets:
         self._known = re.compile("|".join(parts)) if parts else None
 
     def in_text(self, text: str) -> str:
-        """Replace known secrets and credentials in a text by `<hidden>`."""
+        """Return the text with known secrets and credentials replaced by `<hidden>`."""
         text = without_credentials(text)
         return self._known.sub(HIDDEN, text) if self._known is not None else text
 

@@ -161,7 +161,7 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a Trainer method, such as `fit`, in new processes, for strategies such as `ddp_spawn`.
+    """Start new processes and run a Trainer method, such as `fit`, in them, as `ddp_spawn` does.
 
     Return its result. The Trainer then takes over the state and weights of the first process.
     """

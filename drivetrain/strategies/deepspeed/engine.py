@@ -141,7 +141,7 @@ def listed(names: list[str], most: int = 8) -> str:
 
 
 class TrainedModel:
-    """A model that DeepSpeed trains, with DeepSpeed's engine, an optimizer and flags for the gradients.
+    """Record of a model prepared by DeepSpeed: its engine, its optimizer and the state of its gradients.
 
     Attributes:
         layout: Access to the engine's gradients and optimizer state.

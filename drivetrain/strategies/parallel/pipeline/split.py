@@ -387,7 +387,7 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """The arguments of a pipeline stage's first module in a trace, and which of them must be received.
+    """Recorded arguments of a pipeline stage's first module, with marks on those sent by the stage before.
 
     Attributes:
         places: For each flattened argument, its index in `received`, or None if it does not depend on parameters.
