@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,7 @@ class DataShard:
     Args:
         index: Number of the part, from 0 to `count - 1`.
         count: Number of parts.
+        is_common: True if all processes read the same part, as when tensor parallelism spans all of them.
 
     Raises:
         ConfigurationError: If `index` is not one of the `count` parts.
@@ -26,6 +27,7 @@ class DataShard:
 
     index: int = 0
     count: int = 1
+    is_common: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.index < self.count:

@@ -455,7 +455,7 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _own_process(self) -> list[int] | None:
-        if self.is_shared or not several_processes():
+        if self.is_shared or self._layout.shard.is_common or not several_processes():
             return None
         # The saved position is valid on this process only.
         state = PartialState()

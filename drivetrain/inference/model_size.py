@@ -360,13 +360,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # Arguments of the commands
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str, option: str = "--kwargs") -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--kwargs {text!r} is not JSON: {error}. Pass an object such as '{{}}'.") from error
+        raise ConfigurationError(f"{option} {text!r} is not JSON: {error}. Pass an object such as '{{}}'.") from error
     if not isinstance(value, dict):
-        raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
+        raise ConfigurationError(f"{option} {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
     return value
 
 

@@ -78,6 +78,7 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
     drivetrain plan train.py --hardware 2xL4-24GB -- --layers 12
     """  # noqa: D301
     sys.path.insert(0, "")  # as python -m does
+    from drivetrain.inference.model_size import parse_arguments
     from drivetrain.planning.planner import plan as make
 
     say = sys.stderr.isatty() and not options["as_json"]
@@ -85,7 +86,7 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
         source,
         hardware,
         arguments=arguments,
-        kwargs=_object("--kwargs", options["kwargs"]),
+        kwargs=parse_arguments(options["kwargs"]),
         inputs=options["inputs"],
         seq=options["seq"],
         batch=_numbers("--batch", options["batch"]) if options["batch"] else None,
@@ -93,7 +94,7 @@ def plan(source: str, arguments: Sequence[str], hardware: str, **options: Any) -
         precisions=options["precision"].split(","),
         recompute={"both": (False, True), "yes": (True,), "no": (False,)}[options["recompute"]],
         optimizer=options["optimizer"],
-        tp_plan=_object("--tp-plan", options["tp_plan"]) if options["tp_plan"] else None,
+        tp_plan=parse_arguments(options["tp_plan"], "--tp-plan") if options["tp_plan"] else None,
         headroom=_share(options["headroom"]),
         full=options["full"],
         real_init=options["real_init"],
@@ -135,16 +136,6 @@ def _all() -> Sequence[str]:
     from drivetrain.planning.candidates import DEFAULT
 
     return DEFAULT
-
-
-def _object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{option} {text!r} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{option} {text!r} must be a JSON object.")
-    return value
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -43,7 +43,7 @@ class Participation:
         trained = {id(parameter) for _, held in layout.holders() for parameter in held}
         self._trained = {name: p for name, p in grouped.items() if id(p) in trained}
         self._frozen_before = {name: p for name, p in grouped.items() if id(p) not in trained and not p.requires_grad}
-        self._seen = torch.zeros(len(self._trained))
+        self._seen = torch.zeros(len(self._trained))  # a float for each, which a plan reads as "took part"
         self._steps = 0
         self._froze: set[str] = set()
         self.left_out: dict[str, int] = {}

@@ -129,7 +129,7 @@ class MeshPlace:
         """
         at = self.coordinates()
         count = self.sizes.dp_replicate * self.sizes.dp_shard
-        return DataShard(at["dp_replicate"] * self.sizes.dp_shard + at["dp_shard"], count)
+        return DataShard(at["dp_replicate"] * self.sizes.dp_shard + at["dp_shard"], count, is_common=count == 1)
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
