@@ -450,9 +450,8 @@ def disk_offload(
 ) -> nn.Module:
     """Keep a model's parameters on disk, and read them part by part during each forward.
 
-    Parameters that were loaded from safetensors files with
-    `device_map="disk"` are read from these files. Other parameters are written to the folder. A model on the meta
-    device gets its values from the folder.
+    Parameters that were loaded from safetensors files with `device_map="disk"` are read from these files. Other
+    parameters are written to the folder. A model on the meta device gets its values from the folder.
 
     Args:
         model: The model.
